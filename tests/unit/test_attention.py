@@ -141,6 +141,34 @@ def test_a_device_without_the_kernel_is_asked_for_no_plan_of_cudnns(monkeypatch)
     assert len(used) == 6 and set(used) == {(False, True)} and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "kv_heads", "by_gqa"),
+    [
+        (torch.bfloat16, 64, 2, True),
+        (torch.bfloat16, 512, 2, False),
+        (torch.float32, 64, 2, False),
+        (torch.float32, 64, 6, False),
+        (torch.bfloat16, 576, 1, False),
+    ],
+)
+def test_a_device_is_asked_for_grouped_queries_only_where_flash_attention_takes_them(
+    dtype, head_dim, kv_heads, by_gqa, monkeypatch
+):
+    """Of all rows of a prompt; elsewhere PyTorch would materialise every score."""
+    real, grouped = F.scaled_dot_product_attention, []
+
+    def noted(*args, **options):
+        grouped.append(options.get("enable_gqa", False))
+        return real(*map(plain, args), **{n: plain(each) for n, each in options.items()}).as_subclass(Pretended)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    query, keys, values, at = inputs = _inputs(6, kv_heads, head_dim, 64, [*range(64)], dtype)
+    with PretendedDevice():
+        out = attention.attend_rows(*(each.to("cuda") for each in inputs), _spec(6))
+    expected = dense_attention(query, keys, values, at, _spec(6))
+    assert torch.allclose(plain(out).float(), expected.float(), atol=2e-2) and {*grouped} == {by_gqa}
+
+
 @pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
 @pytest.mark.parametrize("kind", ["plain", "window"])
 def test_the_strides_of_sdpas_output_are_a_backends_choice(kind, order, monkeypatch):

@@ -30,6 +30,7 @@ _END_STEP = 128  # tiles end at its multiples: oneDNN compiles a kernel for each
 _SHIFT_ABOVE = 4.0  # largest error of a guessed shift, as a logit: weights are rounded by at most 4 / 2 ** 9
 _MAX_WEIGHTS = 1 << 24  # attention weights at a time, 64 MB in fp32: KV heads are processed in groups
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_MAX_FLASH_DIM = 256
 _NAMING = threading.Lock()  # backends are a setting of the process, which is set back
 _UNSEEN = -(2.0**100)  # the top score of a row that has seen no key; finite: inf - inf is NaN
 
@@ -187,10 +188,13 @@ def _attend_sdpa(
     """PyTorch's own attention, without softcap and sinks."""
     heads, rows, head_dim = query.shape
     kv_heads, length, scale = keys.shape[0], at[-1] + 1, spec.scaling
-    if rows == length and (spec.window is None or spec.window >= length):  # ascending: these are all positions
+    is_grouped, is_short = heads != kv_heads, query.dtype.itemsize < 4
+    # of CUDA's backends only flash attention takes grouped queries; for others PyTorch would materialise all scores
+    has_causal = query.device.type == "cpu" or not is_grouped or (is_short and head_dim <= _MAX_FLASH_DIM)
+    # ascending: these are all positions
+    if rows == length and (spec.window is None or spec.window >= length) and has_causal:
         q, k, v = query[None], keys[None, :, :length], values[None, :, :length]
-        grouped = heads != kv_heads
-        mixed = _sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        mixed = _sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
         return mixed[0].transpose(0, 1)
     attend, most = (_sdpa_side_by_side, _SDPA_CPU_ROWS) if query.device.type == "cpu" else (_sdpa_folded, _SDPA_ROWS)
     out = query.new_empty(rows, heads, head_dim)
