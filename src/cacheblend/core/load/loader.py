@@ -167,7 +167,7 @@ class LayerLoader(Closable):
         return self._last_tier
 
     def layer(self, index: int) -> LayerCache:
-        """Buffers of layer `index` with the loaded rows, all others zero; or its place in `caches`. Ask in order.
+        """Buffers of layer `index` with the loaded rows, all others unwritten; or its place in `caches`. Ask in order.
 
         A second call for a layer returns the same buffers with their current content: they are the request's KV cache,
         and nothing is read twice.
