@@ -129,7 +129,8 @@ def _run(page: str, blocks: list[str], names: dict[str, Any], url: str) -> None:
 def _check_vllm(flag: str, value: str) -> None:
     settings = json.loads(value)
     assert flag == "--kv-transfer-config" and settings.pop("kv_role") == "kv_both"
-    assert read_config(settings.pop("kv_connector_extra_config")).store == "file:///var/cache/cacheblend"
+    store = read_config(settings.pop("kv_connector_extra_config")).store
+    assert store == "file:///var/cache/cacheblend?max_bytes=200GiB"
     module = (ROOT / "src" / settings.pop("kv_connector_module_path").replace(".", "/") / "__init__.py").read_text()
     assert settings.pop("kv_connector") in module and not settings
 
