@@ -37,23 +37,6 @@ def salt_of(
     return hashlib.sha256(described.encode()).digest()
 
 
-def first_loaded(plan: BlendPlan) -> int:
-    """The first position whose KV is not exact in this prompt; `len(plan)` if all of it is."""
-    return next((span.start for span in plan.spans if span.source is Source.LOADED), len(plan))
-
-
-def blended_before(request: Any, plan: BlendPlan, salt: bytes, cache: PrefixCache, block_size: int) -> int | None:
-    """Where the salting of an earlier turn began whose blocks vLLM still holds; None: it holds none. Where that is
-    beyond the first loaded row, vLLM holds the blocks before it, and only as long as it does may the request be
-    blended."""
-    loaded = first_loaded(plan)
-    cached = cache.tokens(request)
-    is_chunk = [segment.is_chunk for segment in plan.prompt.segments]
-    starts = {span.start for span in plan.spans if span.chunk_offset == 0 and is_chunk[span.segment]} | {loaded}
-    may_begin = [at for at in starts if at <= loaded or at // block_size * block_size <= cached]
-    return max((at for at in may_begin if cache.holds_salted(request, at, salt)), default=None)
-
-
 class ComingBlocks:
     """The blocks that jobs under way will give to vLLM's prefix cache, by name."""
 
@@ -119,11 +102,22 @@ class FoundChunks:
 
     @cached_property
     def first_loaded(self) -> int:
-        return first_loaded(self.plan)
+        """The first position whose KV is not exact in this prompt; the prompt's end if all of it is."""
+        return next((span.start for span in self.plan.spans if span.source is Source.LOADED), len(self.plan))
 
     @property
     def is_blended(self) -> bool:
         return self.first_loaded < len(self.plan)
+
+    def blended_before(self, request: Any, cache: PrefixCache) -> int | None:
+        """Where the salting of an earlier turn began whose blocks vLLM still holds; None: it holds none. Where that is
+        beyond the first loaded row, vLLM holds the blocks before it, and only as long as it does may the request be
+        blended."""
+        size, cached, segments = cache.block_size, cache.tokens(request), self.plan.prompt.segments
+        starts = {span.start for span in self.plan.spans if span.chunk_offset == 0 and segments[span.segment].is_chunk}
+        may_begin = [at for at in starts if at <= self.first_loaded or at // size * size <= cached]
+        held = (at for at in (*may_begin, self.first_loaded) if cache.holds_salted(request, at, self.salt))
+        return max(held, default=None)
 
     def reused_share(self, start: int) -> float:
         """The share of the tokens from `start` on that the store holds."""
