@@ -40,7 +40,6 @@ from cacheblend.engines.vllm.scheduler.options import RequestOptions, named_chun
 from cacheblend.engines.vllm.scheduler.tracked_requests import (
     NOTHING_STORED,
     Answers,
-    Clock,
     FoundChunks,
     LookUp,
     Tracked,
@@ -137,19 +136,19 @@ class ChunkFinder:
         may_find_chunks = self._listing is not None if prompt is None else bool(prompt.chunks)
         if not has_history and not may_find_chunks:
             return NOTHING_STORED
-        clock = Clock()
+        asked = LookUp(self._timeout_s, self._answers)
         if after is not None or settings.config.load_timeout_s is not None:  # an index, whose time counts; or a limit
-            clock.began = clock.asked
-        look_up = partial(self._look_up, clock, token_ids, prompt, options, planner, settings, adapter)
+            asked.began = asked.asked
+        look_up = partial(self._look_up, asked, token_ids, prompt, options, planner, settings, adapter)
         self._lookups = [each for each in self._lookups if not each.future.done()]
         late = [each for each in self._lookups if each.future.running() and each.is_over]
         if len(late) >= THREADS or any(
-            self._answered < each.clock.began and clock.asked < each.deadline + PAUSE_S for each in late
+            self._answered < each.began and asked.asked < each.deadline + PAUSE_S for each in late
         ):
             return SLOW_STORE  # it did not answer in time, and nobody since
-        future = self._pool.submit(look_up) if after is None else self._pool.submit_after(after, look_up)
-        self._lookups.append(LookUp(self._timeout_s, clock, self._answers, future))
-        return self._lookups[-1]
+        asked.future = self._pool.submit(look_up) if after is None else self._pool.submit_after(after, look_up)
+        self._lookups.append(asked)
+        return asked
 
     def raise_by(self, factor: float) -> None:
         """From now on the shares that requests name none of are so many times as large; infinite: full recompute."""
@@ -260,7 +259,7 @@ class ChunkFinder:
 
     def _look_up(
         self,
-        clock: Clock,
+        asked: LookUp,
         token_ids: TokenIds,
         prompt: Prompt | None,
         options: RequestOptions,
@@ -268,7 +267,7 @@ class ChunkFinder:
         settings: BlendSettings,
         adapter: Adapter | None,
     ) -> FoundChunks | None:
-        clock.began = min(clock.began, time.monotonic())
+        asked.began = min(asked.began, time.monotonic())
         histories, is_marked = self._histories_of(planner, options), prompt is not None
         if self._listing is not None and not is_marked:
             self._listing.update()
@@ -285,7 +284,7 @@ class ChunkFinder:
         plan = plan_of_held(prompt, lambda each: planner.plan(each, self._store), match)
         answered_at = time.monotonic()
         looked_up_s, self._answered = answered_at - missed_at, max(self._answered, missed_at)
-        if answered_at < clock.began + self._timeout_s:
+        if answered_at < asked.began + self._timeout_s:
             self._answers.at = answered_at
         is_held = any(span.source in (Source.PREFIX, Source.LOADED) for span in plan.spans)
         if not is_held and self._store.is_away:

@@ -144,29 +144,21 @@ class Answers:
 
 
 @dataclass(eq=False)
-class Clock:
-    """Of one look-up, which its thread has, too: when it was asked for, and when a thread took it up."""
-
-    asked: float = field(default_factory=time.monotonic)
-    began: float = math.inf
-
-
-@dataclass(eq=False)
 class LookUp:
     """A look-up in the store, in a thread: no engine step that computes waits for it. It has `timeout_s` from when the
     thread took it up. While none does, from when another one was answered, but no more than `QUEUED` times as long:
     many requests that come at once are no slow store."""
 
     timeout_s: float
-    clock: Clock
     answers: Answers
-    future: PoolCall["FoundChunks | None"]
+    asked: float = field(default_factory=time.monotonic)  # when it was asked for
+    began: float = math.inf  # when a thread took it up, which notes it
+    future: PoolCall[FoundChunks | None] = field(init=False)
 
     @property
     def deadline(self) -> float:
-        asked, began = self.clock.asked, self.clock.began
-        queued = min(max(asked, self.answers.at), asked + (QUEUED - 1) * self.timeout_s)
-        return (queued if math.isinf(began) else began) + self.timeout_s
+        queued = min(max(self.asked, self.answers.at), self.asked + (QUEUED - 1) * self.timeout_s)
+        return (queued if math.isinf(self.began) else self.began) + self.timeout_s
 
     @property
     def is_over(self) -> bool:
@@ -175,7 +167,7 @@ class LookUp:
 
     def wait(self, seconds: float) -> None:
         """Returns when it has ended, or so many seconds after it was asked for."""
-        wait([self.future], max(0.0, self.clock.asked + seconds - time.monotonic()))
+        wait([self.future], max(0.0, self.asked + seconds - time.monotonic()))
 
     def result(self) -> FoundChunks | None:
         """Raises TimeoutError: it did not end in time, and is dropped; or what the look-up raised."""
