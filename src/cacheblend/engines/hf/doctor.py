@@ -63,9 +63,9 @@ def diagnose(
     device: str | torch.device | None = None,
     on_check: Callable[[str], None] = lambda name: None,
 ) -> Diagnosis:
-    """Examines a model folder, or a loaded model, which is not changed, and has no tokenizer. `name`: for display; empty:
-    the folder's or the model's class. `dtype` and `device` are for a folder's weights; ``auto`` keeps the stored one,
-    None takes CUDA if there is any. `on_check` is called with what the live run, which may take minutes, has
+    """Examines a model folder, or a loaded model, which is not changed, and has no tokenizer. `name`: for display;
+    empty: the folder's or the model's class. `dtype` and `device` are for a folder's weights; ``auto`` keeps the stored
+    one, None takes CUDA if there is any. `on_check` is called with what the live run, which may take minutes, has
     checked."""
     is_folder, tokenizer = isinstance(model, str | Path), None
     found = Diagnosis(name or (Path(str(model)).resolve().name if is_folder else type(model).__name__))
