@@ -107,7 +107,7 @@ def test_a_switch_between_a_request_and_its_capture_stores_nothing(model: Any) -
     set_adapter(model, "b")
     engine.runtime.store_missed(result)
     assert engine.flush(30)
-    assert not list(engine.store.manifests()) and engine.runtime.background.failed == 0
+    assert not list(engine.store.manifests()) and engine.runtime.background.given_up["failed"] == 0
 
 
 def test_a_served_request_ends_with_the_adapter_that_it_began_with(model: Any) -> None:

@@ -161,7 +161,7 @@ def test_nothing_is_stored_once_the_model_is_switched_to_training() -> None:
         engine.flush()
         assert torch.equal(again.logits, before.logits)
         assert {len(manifest.token_ids) for manifest in engine.store.manifests()} == {len(A), len(B), len(C)}
-        assert engine.runtime.background.failed == 1
+        assert engine.runtime.background.given_up["failed"] == 1
         model.eval()
         assert engine.warm([unseen]).stored == 1
 

@@ -184,7 +184,7 @@ def test_a_conversation_has_one_job_waiting_and_nothing_is_stored_twice() -> Non
         for number in range(10):
             prompt = Prompt.of([text([BOS, *SYSTEM, *U1, *A1, *U2, number + 3])])
             engine.generate(prompt, ANSWER)
-        assert engine.runtime.background.dropped == 0
+        assert engine.runtime.background.given_up["queue full"] == 0
         engine.runtime.background.end_request()
         assert engine.flush(60)
         written = engine.store.stats().blocks
@@ -391,8 +391,8 @@ def test_a_newer_prompt_that_comes_while_an_older_one_ends_is_computed(monkeypat
 def test_closing_waits_for_no_more_than_the_section_under_way() -> None:
     with open_engine() as engine:
         edited_in_a_busy_time(engine)
-        given_up = engine.runtime.background.given_up
-    assert engine.runtime.background.given_up["histories"] == given_up["histories"] + 1
+        given_up = engine.runtime.background.given_up["histories"]
+    assert engine.runtime.background.given_up["histories"] == given_up + 1
     assert not engine.runtime.warmer._edited
 
 
@@ -540,7 +540,7 @@ class Histories:
                 engine.runtime.store_missed(result, one.tenant)
                 if rng.random() < 0.7:
                     assert engine.flush(60)
-            assert engine.flush(60) and engine.runtime.background.failed == 0
+            assert engine.flush(60) and engine.runtime.background.given_up["failed"] == 0
             roots = {}
             for tenant in ("", "t"):
                 planner = engine.runtime.planner_of(tenant)
@@ -595,6 +595,6 @@ def test_turns_of_a_conversation_at_once_are_each_full_prefills() -> None:
         ]
         with ThreadPoolExecutor(4) as threads:
             answers = list(threads.map(lambda prompt: engine.generate(prompt, ANSWER, conversation="a"), prompts))
-        assert engine.flush(60) and engine.runtime.background.failed == 0
+        assert engine.flush(60) and engine.runtime.background.given_up["failed"] == 0
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == greedy(engine.model, prompt, 3) and answer.report.hit_tokens["moved"] > 100

@@ -118,7 +118,7 @@ class History:
                     self.engine.flush(60)
             self.witness.draw = None
             assert self.engine.flush(60)
-            assert self.engine.runtime.background.failed == 0
+            assert self.engine.runtime.background.given_up["failed"] == 0
             self.tally.add(self._compared())
         self.store.close()
         return self.tally

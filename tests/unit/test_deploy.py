@@ -232,7 +232,8 @@ def metrics_text() -> str:
         watch.add(Labels("a", "hkvd"), Compared(0.1, (True,)), 0)
         watch.drop("queue full")
         runtime = watched_runtime(store, watch)
-        runtime.background.dropped, runtime.background.failed = 5, 1
+        runtime.background.give_up("queue full", 5)
+        runtime.background.give_up("failed")
         metrics = Metrics(runtime, lambda: 3, lambda: 2)
         report = BlendReport(10, {"memory": 4}, ttft_s=0.2, fallbacks=["1 block(s) lost: gone", "and again"])
         metrics.report(report, "blend")

@@ -556,15 +556,15 @@ def test_no_job_is_begun_while_a_request_is_under_way_and_few_wait(background: B
     assert background.flush(SOON) and runs == [1]
     background.submit("a", lambda: runs.append(3))
     assert background.flush(SOON) and runs == [1, 3]
-    assert background.dropped == 0
+    assert background.given_up["queue full"] == 0
     runs.clear()
     with request_on(background):
         taken = [background.submit(i, lambda i=i: runs.append(i)) for i in range(5)]
     assert taken == [True] * 3 + [False] * 2
-    assert background.dropped == 2
+    assert background.given_up["queue full"] == 2
     assert background.flush(SOON) and runs == [0, 1, 2]
     none = Background(limit=0)
-    assert not none.submit("a", lambda: None) and none.dropped == 1
+    assert not none.submit("a", lambda: None) and none.given_up["queue full"] == 1
     none.close()
 
 
@@ -576,7 +576,7 @@ def test_a_failing_job_does_not_end_the_thread(background: Background, caplog: p
         background.submit("good", ran.set)
     assert background.flush(SOON)
     assert ran.is_set()
-    assert background.failed == 1
+    assert background.given_up["failed"] == 1
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -600,7 +600,7 @@ def test_a_caller_that_is_never_idle_catches_up_and_close_drops_what_waits() -> 
             assert background.submit(number, lambda n=number: note(n), patient=True)
         assert background.submit("a", lambda: note("a"))
     assert background.flush(SOON)
-    assert [name for name, _ in done] == [8, "a"] and background.dropped == 8
+    assert [name for name, _ in done] == [8, "a"] and background.given_up["queue full"] == 8
     background.close()
     # close ends the thread
     background = Background(limit=5)

@@ -42,12 +42,10 @@ class LeastRecentlyUsed:
         self._held[name] = None
 
     def gone(self, name: BlockName) -> None:
-        """Records that a block was removed, but not by eviction."""
+        """Records that a block was removed; `evicted`: by eviction."""
         self._held.pop(name, None)
 
-    def evicted(self, name: BlockName) -> None:
-        """Records that a block was evicted."""
-        self._held.pop(name, None)
+    evicted = gone
 
     def victims(self) -> Iterator[BlockName]:
         """Blocks that this process used, in the order of eviction. The caller may stop early."""

@@ -59,9 +59,6 @@ class ChunkIndex:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __contains__(self, chunk_id: BlockName) -> bool:
-        return chunk_id in self._numbers
-
     def copy(self) -> "ChunkIndex":
         """An index of the same chunks that can be changed while this one is used."""
         copied = ChunkIndex(self._min_tokens)

@@ -139,13 +139,12 @@ class Recurrences:
             self._known = {root: known for root, known in self._known.items() if known.runs}
         return Learnt(new, seen, split, forgotten)
 
-    def forget(self, root: BlockName | None = None) -> None:
-        """Forgets a root; all roots if None."""
-        for number in [number for number, (seen_under, _) in self._watched.items() if root in (None, seen_under)]:
-            self.watched_tokens -= len(self._watched.pop(number)[1])
-        for each in [each for each in self._known if root in (None, each)]:
-            self._known_tokens -= sum(map(len, self._known.pop(each).runs.values()))
-        self._fingerprints.tidy(self._watched.keys())
+    def forget(self) -> None:
+        """Forgets all that was seen, and learnt."""
+        self._watched.clear()
+        self._known.clear()
+        self._fingerprints = Fingerprints()
+        self.watched_tokens = self._known_tokens = 0
 
     def _recognise(
         self, known: _KnownText, token_ids: TokenIds

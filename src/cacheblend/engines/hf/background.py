@@ -52,18 +52,14 @@ class Background:
         self._quiet_since = time.monotonic()
         self.idle_work: ShadowCheck | None = None  # done when nothing else is; whoever sets it calls `wake` for some
         self.holds_up_requests = False  # the work that is being done is done in their thread
-        self.dropped = self.failed = 0
-        self._refused = Counter({"histories": 0, "quota": 0, "store": 0, "too long": 0})
-
-    @property
-    def given_up(self) -> dict[str, int]:
-        return {"queue full": self.dropped, "failed": self.failed, **self._refused}
+        self.given_up = Counter(dict.fromkeys(("queue full", "failed", "histories", "quota", "store", "too long"), 0))
 
     def give_up(self, reason: str, times: int = 1) -> None:
-        """So many chunks are not stored: the ``store`` takes nothing at the moment, a ``quota`` is used up, or they are
-        ``too long``; or of ``histories`` more wait than may."""
+        """So many jobs are dropped (``queue full``) or ``failed``, or chunks are not stored: the ``store`` takes
+        nothing at the moment, a ``quota`` is used up, or they are ``too long``; or of ``histories`` more wait than
+        may."""
         with self._lock:
-            self._refused[reason] += times
+            self.given_up[reason] += times
 
     def begin_request(self) -> None:
         """No further job is started until `end_request`."""
@@ -98,12 +94,12 @@ class Background:
             patient_keys = [key for key, each in self._jobs.items() if each.patient]
             if patient and len(patient_keys) >= max(1, self._limit // 4):
                 del self._jobs[patient_keys[0]]
-                self.dropped += 1
+                self.give_up("queue full")
             if self._closed or len(self._jobs) >= self._limit:
-                if not self.dropped:
+                if not self.given_up["queue full"]:
                     why = "closed" if self._closed else f"full ({self._limit} jobs)"
                     logger.warning("the background queue is %s; further jobs are dropped", why)
-                self.dropped += 1
+                self.give_up("queue full")
                 return False
             self._jobs[key] = _Job(job, patient)
             self._start()
@@ -211,7 +207,7 @@ class Background:
         try:
             work()
         except Exception:
-            self.failed += 1
+            self.give_up("failed")
             count_failure("background work")
             logger.warning("background work failed; its request is not affected", exc_info=True)
         finally:

@@ -58,22 +58,21 @@ class Diagnosis:
 def diagnose(
     model: PreTrainedModel | str | Path,
     *,
-    tokenizer: Any = None,
     name: str = "",
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     on_check: Callable[[str], None] = lambda name: None,
 ) -> Diagnosis:
-    """Examines a model folder, or a loaded model, which is not changed, and of which `tokenizer` None skips the
-    tokenizer checks. `name`: for display; empty: the folder's or the model's class. `dtype` and `device` are for a
-    folder's weights; ``auto`` keeps the stored one, None takes CUDA if there is any. `on_check` is called with what the
-    live run, which may take minutes, has checked."""
-    is_folder = isinstance(model, str | Path)
+    """Examines a model folder, or a loaded model, which is not changed, and has no tokenizer. `name`: for display;
+    empty: the folder's or the model's class. `dtype` and `device` are for a folder's weights; ``auto`` keeps the stored
+    one, None takes CUDA if there is any. `on_check` is called with what the live run, which may take minutes, has
+    checked."""
+    is_folder, tokenizer = isinstance(model, str | Path), None
     found = Diagnosis(name or (Path(str(model)).resolve().name if is_folder else type(model).__name__))
     what = "files"
     try:
         if isinstance(model, str | Path):
-            folder, tokenizer = Path(model), None
+            folder = Path(model)
             config_file, weights = folder / "config.json", weight_files(folder)
             there = {"config.json": config_file.is_file(), "weights": bool(weights)}
             if missing := [part for part, is_there in there.items() if not is_there]:
@@ -98,7 +97,7 @@ def diagnose(
         found.checks.append(Check(what, False, detail))
         return found
     found.checks += _survey_checks(model, survey)
-    if tokenizer is not None or is_folder:
+    if is_folder:
         found.checks += _tokenizer_checks(tokenizer, survey.room)
     for title, ok, detail in LiveCheck(model, survey).run():
         found.checks.append(Check(title, ok, detail))

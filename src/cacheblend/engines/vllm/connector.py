@@ -4,7 +4,11 @@ import logging
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
 from cacheblend.core.fuse.prefill import check_latents
@@ -94,11 +98,6 @@ def open_tokenizer(config: Any) -> Any:
 
 
 logger = logging.getLogger("vllm.cacheblend")  # which vLLM shows
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import torch
 
 
 def _log_as_vllm() -> None:
@@ -219,7 +218,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         logger.warning("nothing is blended, vLLM computes all prompts: %s", error)
 
     @cached_property
-    def _sentence_end_ids(self) -> "npt.NDArray[np.int64] | None":
+    def _sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
         return None if self._tokenizer is None else find_sentence_end_ids(self._tokenizer)
 
     # ---- scheduler --------------------------------------------------------------------------------------
@@ -298,7 +297,7 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         """False: a preempted request needs nothing of what this connector has not finished."""
         return False
 
-    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
         reserved = weight_loader.release_reserved(to_device=device_bytes(self._config.store) > 0)
         if self._unblendable:

@@ -140,9 +140,7 @@ class StepReport(interface.KVConnectorWorkerMetadata):
     stalled_s: float = 0.0  # for which every prompt has been waiting for the store
     has_other_weights: bool = False  # some rank runs others than those that blocks are named by, and refuses every job
     unblendable: str = ""  # why some rank cannot blend the model, and refuses every job
-    capture_work: int = (
-        0  # since the start, row-layers of such chunks that were computed or copied, and tokens that were written
-    )
+    capture_work: int = 0  # since the start, row-layers of such chunks, computed or copied, and tokens written
 
     def aggregate(self, other: interface.KVConnectorWorkerMetadata) -> "StepReport":
         """Of two ranks: the smaller count and wait, the longer check, the larger work, since one of them writes; and

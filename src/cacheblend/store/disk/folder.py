@@ -50,23 +50,14 @@ _BUFFERS_PER_CALL = 512  # below IOV_MAX, which is 1024 on Linux
 
 
 class Folder:
-    """A folder opened as a store; made if it is not there.
-
-    Args:
-        path: the folder; a relative path is of the current folder now, and stays so if that is changed.
-        read_only: never write to it.
-        durable: fsync files and folders before a write counts as done.
-        locks: flock files being written, and the folder while evicting. Without locks (on a network file system they
-            may hang or be missing) temporary files of dead processes are recognised by their age, an hour, what they
-            had reserved after a minute and a second for each megabyte; and processes that evict at the same time may
-            evict more than necessary.
-        mode: permissions of new files, whatever the umask; new folders can be entered by those who may read files.
-
-    Raises:
-        StoreFormatError: written in a newer format.
-        StoreError: not a folder, one with other things in it, or one that cannot be read; a relative path, and the
-            current folder is gone.
-    """
+    """A folder opened as a store; made if it is not there. A relative `path` is of the current folder now, and stays so
+    if that is changed. `durable`: fsync files and folders before a write counts as done. `locks`: flock files being
+    written, and the folder while evicting. Without locks (on a network file system they may hang or be missing)
+    temporary files of dead processes are recognised by their age, an hour, what they had reserved after a minute and a
+    second for each megabyte; and processes that evict at the same time may evict more than necessary. `mode`:
+    permissions of new files, whatever the umask; new folders can be entered by those who may read files. Raises
+    `StoreFormatError`: written in a newer format; `StoreError`: not a folder, one with other things in it, or one that
+    cannot be read; a relative path, and the current folder is gone."""
 
     def __init__(
         self, path: Path, read_only: bool = False, durable: bool = True, locks: bool = True, mode: int = OWNER_ONLY

@@ -76,9 +76,7 @@ class RedisObjects(Objects):
                 if self._client is None:
                     self._client = self._open()
             answers = self._asked(ask)
-            pool = getattr(
-                self._client, "connection_pool", None
-            )  # none of a cluster, whose nodes say where else to ask
+            pool = getattr(self._client, "connection_pool", None)  # a cluster has none: its nodes say where else to ask
             if pool is not None and any(isinstance(answer, self._demoted) for answer in answers[:all_of]):
                 pool.disconnect(inuse_connections=False)  # its name may be another node's by now
                 answers = self._asked(ask)

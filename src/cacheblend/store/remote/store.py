@@ -9,9 +9,10 @@ import math
 import time
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -36,6 +37,7 @@ from cacheblend.store.remote.objects import Objects, Range
 from cacheblend.store.sealed import MANIFESTS, Bytes, SharedStore
 
 _MAX_KNOWN = 65_536  # headers that are cached
+T = TypeVar("T")
 _ROUND_TRIPS = 8  # the shortest of the last ones counts: others were behind a reading, or long
 logger = logging.getLogger(LOGGER_NAME)
 warnings.filterwarnings("ignore", message="The given buffer is not writable")  # records are never written to
@@ -83,7 +85,7 @@ class RemoteStore(SharedStore):
         """One round trip; with a time to live two, and more if pinned blocks have expired."""
         headers: dict[BlockName, BlockHeader] = {}
         try:
-            headers = self._look_up(names)
+            headers = self._unless_expired(names, self._used_since)
         except StoreUnreachableError:
             pass  # `asking` has logged it
         except StoreError as error:
@@ -94,37 +96,35 @@ class RemoteStore(SharedStore):
 
     def held(self, names: Sequence[BlockName]) -> list[bool]:
         """As `find`, but no header is read, so a damaged one counts."""
-        there, since = set[BlockName](), self._expiry.since(time.time())
+        there: dict[BlockName, Bytes] = {}
 
-        def ask(asked: Iterable[BlockName], since: float) -> None:
-            found = dict.fromkeys(asked)
-            data = self._objects.look_up(list(found), since=since, marks=False)
-            there.update(name for name, each in zip(found, data, strict=True) if each is not None)
+        def used_since(asked: Sequence[BlockName], since: float) -> dict[BlockName, Bytes]:
+            with self.asking():
+                data = self._objects.look_up(asked, since=since, marks=False)
+            return {name: each for name, each in zip(asked, data, strict=True) if each is not None}
 
-        with contextlib.suppress(StoreError), self.asking():
-            ask(names, since)
-            if since > -math.inf and (gone := {*names} - there):
-                ask(self._objects.pinned() & gone, -math.inf)
+        with contextlib.suppress(StoreError):
+            there = self._unless_expired(names, used_since)
         return [name in there for name in names]
 
-    def _look_up(self, names: Sequence[BlockName]) -> dict[BlockName, BlockHeader]:
-        """Headers of the blocks that are held; marks them as used. An expired block is held only if it is pinned."""
-        since = self._expiry.since(time.time())
-        held = self._used_since(names, since)
+    def _unless_expired(
+        self, names: Sequence[BlockName], used_since: Callable[[Sequence[BlockName], float], dict[BlockName, T]]
+    ) -> dict[BlockName, T]:
+        """What `used_since` finds of the blocks that are held; an expired block is held only if it is pinned."""
+        names, since = list(dict.fromkeys(names)), self._expiry.since(time.time())
+        held = used_since(names, since) if names else {}
         gone = [name for name in names if name not in held]
         if since == -math.inf or not gone:
             return held
         with self.asking():
             pinned = self._objects.pinned().intersection(gone)
-        return held | self._used_since(list(pinned), -math.inf) if pinned else held
+        return held | used_since(list(pinned), -math.inf) if pinned else held
 
     def _used_since(self, names: Sequence[BlockName], since: float) -> dict[BlockName, BlockHeader]:
         """Headers of the blocks that are held and were last used at `since` or later; marks them as used. One call."""
-        names = list(dict.fromkeys(names))
-        known, data = self._cached(names), list[Bytes | None]()
-        if names:
-            with self._round_trip():
-                data = self._objects.look_up(names, set(names) - set(known), since, marks=not self.read_only)
+        known = self._cached(names)
+        with self._round_trip():
+            data = self._objects.look_up(names, set(names) - set(known), since, marks=not self.read_only)
         held = dict(zip(names, data, strict=True))
         learnt = self._learnt({name: header for name, header in held.items() if name not in known})
         return {name: header for name, header in (known | learnt).items() if held[name] is not None}
@@ -222,7 +222,7 @@ class RemoteStore(SharedStore):
         with self._counted():
             self.require_writable()
             check_block(block)
-            if self._look_up([block.name]):
+            if self._unless_expired([block.name], self._used_since):
                 return False
             with self.asking():
                 if self._expiry.is_due():

@@ -119,16 +119,11 @@ class LatentShim(AttentionShim):
     """Replaces a module with latent attention: attends in the absorbed form, over what `answer` attends to."""
 
     hisparse_cache = None
+    prepare_kv_cache_update = update_kv_cache = AttentionShim.do_kv_cache_update
 
     def __init__(self, real: Any) -> None:
         super().__init__(real)
         self._spec = latent_spec(real)
-
-    def prepare_kv_cache_update(self, *_: Any) -> None:
-        """Does nothing, see `do_kv_cache_update`."""
-
-    def update_kv_cache(self, *_: Any) -> None:
-        """Does nothing, see `do_kv_cache_update`."""
 
     def forward_impl(
         self, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, *_: Any, **options: Any

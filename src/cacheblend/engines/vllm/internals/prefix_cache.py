@@ -130,10 +130,8 @@ class PrefixCache:
         """Whether an empty cache holds so many tokens of one prompt, and so many blocks beside."""
         if self._pool is None:
             return True
-        unbounded = sum(window is None for window in self._windows)
-        return unbounded * -(-tokens // self.block_size) + spare < int(
-            self._pool.num_gpu_blocks
-        )  # one is the null block
+        needed = sum(window is None for window in self._windows) * -(-tokens // self.block_size)
+        return needed + spare < int(self._pool.num_gpu_blocks)  # one is the null block
 
     def keep(self, request: Any, stop: int, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """The blocks that vLLM holds of the rows in front of `stop`, a multiple of the block size, as far as later rows

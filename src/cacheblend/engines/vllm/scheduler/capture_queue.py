@@ -67,11 +67,6 @@ class CaptureQueue:
         """What is added now is sent in this step, if it has so many tokens at most."""
         return not self._queued and self._sent_tokens + tokens <= self._most_tokens
 
-    def count(self, reason: str, times: int) -> None:
-        """So many were not queued, or not stored."""
-        for _ in range(times):
-            self._counts.add_fallback(reason)
-
     def end_request(self, request_id: str) -> None:
         _, jobs, missed_at = self._waiting.pop(request_id, (None, (), 0.0))
         for job in jobs:

@@ -31,7 +31,7 @@ from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.reasons import NOT_WRITTEN, QUEUE_FULL, SLOW_STORE, UNREADABLE
+from cacheblend.engines.vllm.reasons import SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.scheduler.adapters import named
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.scheduler.conversations import Conversations
@@ -40,7 +40,6 @@ from cacheblend.engines.vllm.scheduler.options import RequestOptions, named_chun
 from cacheblend.engines.vllm.scheduler.tracked_requests import (
     NOTHING_STORED,
     Answers,
-    Clock,
     FoundChunks,
     LookUp,
     Tracked,
@@ -61,16 +60,15 @@ class TenantPlanners:
     The embedded engine gives a tenant of the same name the same planner."""
 
     def __init__(self, identity: ModelIdentity, config: BlendConfig) -> None:
-        self._identity, self._config = identity, config
-        self._made = lru_cache(_MOST_PLANNERS)(self._make)
+        self._config = config
+        self._made = lru_cache(_MOST_PLANNERS)(
+            lambda cache_salt, adapter: replace(identity, adapters=adapter).planner(self._config, cache_salt)
+        )
         self.of()  # a wrong anchor shows at the start
 
     def of(self, cache_salt: str | None = None, adapter: str = "") -> Planner:
         """The planner of the requests with this salt and this adapter (see `adapters.named`)."""
         return self._made(cache_salt or "", adapter)
-
-    def _make(self, cache_salt: str, adapter: str) -> Planner:
-        return replace(self._identity, adapters=adapter).planner(self._config, cache_salt)
 
     def renew(self) -> None:
         """Changes all roots for the rest of this process: what was stored so far is not found any more."""
@@ -80,7 +78,7 @@ class TenantPlanners:
 
 class ChunkFinder:
     """Finds the chunks of one engine's requests. `control` decides what is loaded, None: all that is stored;
-    `keeps_events`: `take_changes` will be called."""
+    `keeps_events`: `take_changes` will be called; `counts`: of the whole scheduler side."""
 
     def __init__(
         self,
@@ -93,6 +91,7 @@ class ChunkFinder:
         keeps_events: bool = False,
     ) -> None:
         self._settings, self._planners, self._store, self._control = settings, planners, store, control
+        self.counts = Counts()
         self._chunk_end_token_id = config.chunk_end_token_id
         given = settings.config.load_timeout_s
         self._timeout_s = min(config.lookup_timeout_s, math.inf if given is None else given)
@@ -113,7 +112,7 @@ class ChunkFinder:
             self._discovery = Discovery(store, self._listing, least, settings.config.watch_tokens)
         self._conversations: Conversations | None = None
         if settings.config.edits:
-            self._conversations = Conversations(store, least, settings.config.watch_tokens)
+            self._conversations = Conversations(store, least, settings.config.watch_tokens, self.counts)
 
     def start(
         self, token_ids: TokenIds, options: RequestOptions, cache_salt: str | None, adapter: Adapter | None = None
@@ -137,19 +136,19 @@ class ChunkFinder:
         may_find_chunks = self._listing is not None if prompt is None else bool(prompt.chunks)
         if not has_history and not may_find_chunks:
             return NOTHING_STORED
-        clock = Clock()
+        asked = LookUp(self._timeout_s, self._answers)
         if after is not None or settings.config.load_timeout_s is not None:  # an index, whose time counts; or a limit
-            clock.began = clock.asked
-        look_up = partial(self._look_up, clock, token_ids, prompt, options, planner, settings, adapter)
+            asked.began = asked.asked
+        look_up = partial(self._look_up, asked, token_ids, prompt, options, planner, settings, adapter)
         self._lookups = [each for each in self._lookups if not each.future.done()]
         late = [each for each in self._lookups if each.future.running() and each.is_over]
         if len(late) >= THREADS or any(
-            self._answered < each.clock.began and clock.asked < each.deadline + PAUSE_S for each in late
+            self._answered < each.began and asked.asked < each.deadline + PAUSE_S for each in late
         ):
             return SLOW_STORE  # it did not answer in time, and nobody since
-        future = self._pool.submit(look_up) if after is None else self._pool.submit_after(after, look_up)
-        self._lookups.append(LookUp(self._timeout_s, clock, self._answers, future))
-        return self._lookups[-1]
+        asked.future = self._pool.submit(look_up) if after is None else self._pool.submit_after(after, look_up)
+        self._lookups.append(asked)
+        return asked
 
     def raise_by(self, factor: float) -> None:
         """From now on the shares that requests name none of are so many times as large; infinite: full recompute."""
@@ -178,11 +177,11 @@ class ChunkFinder:
             plan, prompt = tracked.found.plan, tracked.found.plan.prompt
         self._discovery.watch(planner.root, prompt or Prompt.of([text(ids)]), plan, (planner, tracked.adapter))
 
-    def add_discovered(self, captures: CaptureQueue, counts: Counts) -> None:
+    def add_discovered(self, captures: CaptureQueue) -> None:
         """Queues the learnt run of most worth behind what requests have missed, and counts; returns at once."""
         if self._discovery is None:
             return
-        self._counted = counts.add_discovered(self._discovery.figures, self._counted)
+        self._counted = self.counts.add_discovered(self._discovery.figures, self._counted)
         wanted = self._discovery.take() if captures.has_room else None
         if wanted is not None:
             run, (planner, adapter) = wanted
@@ -191,26 +190,15 @@ class ChunkFinder:
                 self._discovered[manifest_of(job.chunk, planner, "").chunk_id] = run
 
     def add_history(self, captures: CaptureQueue, cache: PrefixCache, most_copied: int, *, may_compute: bool) -> None:
-        """Queues what is copied next of a conversation's history, `most_copied` tokens at once; or may be computed."""
-        if (conversations := self._conversations) is None:
+        """As `Conversations.queue_next`, but raises nothing."""
+        if self._conversations is None:
             return
         try:
-            forgotten, failed = conversations.take_lost()
-            captures.count(QUEUE_FULL, forgotten)
-            captures.count(NOT_WRITTEN, failed)
-            count_failure(NOT_WRITTEN, failed)
-            most, may_compute = captures.longest, may_compute and captures.is_empty
-            most_copied = min(most_copied, most)
-            may_copy = captures.sends_at_once(min(most, max(most_copied, self._settings.config.block_size)))
-            job = conversations.take(cache, most_copied, most, may_copy=may_copy, may_compute=may_compute)
-            if job is not None and job in captures:  # of a history that has begun alike: what it stores is this one's
-                conversations.put_back(job)
-            elif job is not None and not captures.add(job, time.monotonic()):
-                conversations.drop(job)
+            self._conversations.queue_next(captures, cache, most_copied, may_compute=may_compute)
         except Exception as error:  # vLLM's scheduler would end
             logger.exception("what waited of histories is not stored")
             count_failure(type(error).__name__)
-            conversations.reset()
+            self._conversations.reset()
 
     @property
     def is_discovering(self) -> bool:
@@ -271,7 +259,7 @@ class ChunkFinder:
 
     def _look_up(
         self,
-        clock: Clock,
+        asked: LookUp,
         token_ids: TokenIds,
         prompt: Prompt | None,
         options: RequestOptions,
@@ -279,7 +267,7 @@ class ChunkFinder:
         settings: BlendSettings,
         adapter: Adapter | None,
     ) -> FoundChunks | None:
-        clock.began = min(clock.began, time.monotonic())
+        asked.began = min(asked.began, time.monotonic())
         histories, is_marked = self._histories_of(planner, options), prompt is not None
         if self._listing is not None and not is_marked:
             self._listing.update()
@@ -296,7 +284,7 @@ class ChunkFinder:
         plan = plan_of_held(prompt, lambda each: planner.plan(each, self._store), match)
         answered_at = time.monotonic()
         looked_up_s, self._answered = answered_at - missed_at, max(self._answered, missed_at)
-        if answered_at < clock.began + self._timeout_s:
+        if answered_at < asked.began + self._timeout_s:
             self._answers.at = answered_at
         is_held = any(span.source in (Source.PREFIX, Source.LOADED) for span in plan.spans)
         if not is_held and self._store.is_away:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cacheblend.core.errors import StoreError, StoreUnreachableError
+from cacheblend.core.failures import count_failure
 from cacheblend.core.load.capture import ChunkJob
 from cacheblend.core.load.threads import DaemonPool, PoolCall
 from cacheblend.core.names import BlockName, TokenIds
@@ -27,6 +28,9 @@ from cacheblend.engines.histories import Histories, next_section
 from cacheblend.engines.keeper import PAUSE_S
 from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache
 from cacheblend.engines.vllm.jobs import Adapter, CaptureJob
+from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.reasons import NOT_WRITTEN, QUEUE_FULL
+from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 from cacheblend.store import KVStore
 
 LOOK_UP_WAIT_S = 0.01  # of a step of an engine without requests
@@ -73,15 +77,15 @@ class Conversations:
     """The histories of one engine, all but the look-ups in the scheduler's thread. `most_tokens`: ids that are kept;
     after a `reset` nothing is begun until vLLM computes again: it is paused, perhaps while weights are replaced."""
 
-    def __init__(self, store: KVStore, min_run_tokens: int, most_tokens: int) -> None:
-        self._store, self._min_run_tokens = store, min_run_tokens
+    def __init__(self, store: KVStore, min_run_tokens: int, most_tokens: int, counts: Counts) -> None:
+        self._store, self._min_run_tokens, self._counts = store, min_run_tokens, counts
         self.histories = Histories(min_run_tokens, most_tokens)
         self._pool = DaemonPool(1, "cacheblend-histories")
         self._copied: OrderedDict[Key, _History] = OrderedDict()  # that wait, of each conversation one
         self._computed: OrderedDict[Key, _History] = OrderedDict()  # the same, once there is no request
         self._look_up: _LookUp | None = None
         self._sent: dict[CaptureJob, _History] = {}  # with the workers: one that is copied, one that is computed
-        self.is_held, self._forgotten, self._failed, self._resume_at = False, 0, 0, 0.0
+        self.is_held, self._resume_at = False, 0.0
         self._refused: Key | None = None  # whose section the store did not keep, the last one
 
     @property
@@ -114,25 +118,26 @@ class Conversations:
             self._copied.pop(history.key, None)
             self._wait(self._copied, history)
 
-    def take(
-        self, cache: PrefixCache, most_copied: int, most: int, *, may_copy: bool, may_compute: bool
-    ) -> CaptureJob | None:
-        """The next job, of at most `most` tokens, to be given back by `finish`; None: there is none yet. Starts the
-        next look-up, and waits for it a little if something may be computed: there is no request. What is copied is
-        sent in this very step."""
+    def queue_next(self, captures: CaptureQueue, cache: PrefixCache, most_copied: int, *, may_compute: bool) -> None:
+        """Queues the next job, if there is one yet, to be given back by `finish`. Starts the next look-up, and waits
+        for it a little if something `may_compute`: there is no request. What is copied, `most_copied` tokens at once,
+        is sent in this very step."""
+        most, may_compute = captures.longest, may_compute and captures.is_empty
+        most_copied = min(most_copied, most)
         if self._look_up is None and not self._is_paused:
             self._begin(cache.block_size, most_copied, most, may_compute=may_compute)
         look_up = self._look_up
         if look_up is None:
-            return None
+            return
         if may_compute:
             wait([look_up.call], LOOK_UP_WAIT_S)
-        if not look_up.call.done() or (look_up.is_copy and not may_copy):
-            return None
+        longest = min(most, max(most_copied, look_up.history.planner.block_size))
+        if not look_up.call.done() or (look_up.is_copy and not captures.sends_at_once(longest)):
+            return
         self._look_up = None
         job = self._answer(look_up)
         if job is None or job.exact is None:
-            return None
+            return
         history = replace(look_up.history, begun=job.exact.prefix_length, done=len(job.chunk))
         if look_up.is_copy:
             pages, names = cache.pages_of(history.names, history.begun, history.done)
@@ -141,29 +146,15 @@ class Conversations:
                 self._note_lost(history, len(names) * cache.block_size)
         if job.pages is None and (look_up.is_copy or not may_compute):  # vLLM has lost some, or a request has come
             self._wait_again(replace(history, begun=0, done=0), is_copy=look_up.is_copy)
-            return None
-        self._sent[job] = history
-        return job
+        elif job in captures:  # of a history that has begun alike: another look-up, behind others, tells what is left
+            self._wait(self._copied if look_up.is_copy else self._computed, replace(history, begun=0, done=0))
+        elif captures.add(job, time.monotonic()):
+            self._sent[job] = history
 
     def finish(self, job: CaptureJob) -> None:
         """A job has ended, whether its blocks are stored or not: the next look-up tells."""
         if (history := self._sent.pop(job, None)) is not None:  # else it was forgotten meanwhile
             self._wait_again(history, is_copy=job.pages is not None)
-
-    def drop(self, job: CaptureJob) -> None:
-        """A job that was taken is not carried out."""
-        del self._sent[job]
-
-    def put_back(self, job: CaptureJob) -> None:
-        """A job that was taken is not carried out yet: another look-up, behind others, tells what is left of it."""
-        history = replace(self._sent.pop(job), begun=0, done=0)
-        self._wait(self._computed if job.pages is None else self._copied, history)
-
-    def take_lost(self) -> tuple[int, int]:
-        """How many histories waited beyond those that may, and how many failed twice, since the last call."""
-        lost = self._forgotten, self._failed
-        self._forgotten = self._failed = 0
-        return lost
 
     def reset(self) -> None:
         """Forgets what waits; names of what was stored are found no more."""
@@ -205,7 +196,7 @@ class Conversations:
             return None
         except Exception:
             logger.exception("a history is not stored")
-            self._failed += 1
+            self._give_up()
             return None
         if stored >= history.done:
             self._refused = None if history.done else self._refused
@@ -227,10 +218,13 @@ class Conversations:
             self._resume_at = time.monotonic() + PAUSE_S
         history = look_up.history
         if history.has_failed and not is_away:
-            self._failed += 1
-            return
+            return self._give_up()
         again = history if is_away else replace(history, begun=0, done=0, has_failed=True)
         self._wait(self._copied if look_up.is_copy else self._computed, again)
+
+    def _give_up(self) -> None:
+        self._counts.add_fallback(NOT_WRITTEN)
+        count_failure(NOT_WRITTEN)
 
     def _plan(self, history: _History, most: int, within: int | None) -> tuple[int, CaptureJob | None]:
         """Notes what the store holds of a history; so many leading tokens, and the job for its next section, None:
@@ -273,7 +267,8 @@ class Conversations:
         while len(self._computed) > MOST_WAITING:
             done = (key for key in self._computed if key not in self._copied and self._is_little(self._computed[key]))
             forgotten = self._computed.pop(next(done, next(iter(self._computed))))
-            self._forgotten += not self._is_little(forgotten)
+            if not self._is_little(forgotten):
+                self._counts.add_fallback(QUEUE_FULL)
 
     @staticmethod
     def _is_little(history: _History) -> bool:

@@ -26,7 +26,7 @@ from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache, salt_from
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
-from cacheblend.engines.vllm.metrics import MISSED_TOKENS, NEAR_MISSES, NOT_BLENDED, Counts
+from cacheblend.engines.vllm.metrics import MISSED_TOKENS, NEAR_MISSES, NOT_BLENDED
 from cacheblend.engines.vllm.reasons import BAD_SPANS, OTHER_WEIGHTS, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.scheduler.adapters import AdapterUnusableError, RequestAdapters
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
@@ -45,7 +45,6 @@ from cacheblend.engines.vllm.scheduler.tracked_requests import (
     ComingBlocks,
     LookUp,
     Tracked,
-    blended_before,
 )
 
 logger = logging.getLogger("cacheblend.vllm")
@@ -94,7 +93,7 @@ class Scheduling:
         self._jobs = StepJobs()
         self._paused, self._settling_s = (0.0, ""), 0.0  # until when nothing is blended, by `time.monotonic`, and why
         self._may_wait, self._is_stalled = True, False
-        self.counts = Counts()
+        self.counts = finder.counts
         self._checks = AnswerDraws(watch, self.counts, window)
         most_tokens = config.capture_bytes // bytes_per_token
         self._captures = CaptureQueue(settings.config.capture_queue, most_tokens, longest, self.counts)
@@ -201,7 +200,7 @@ class Scheduling:
         if found.is_full:
             self._checks.left_out()
         takes_blended = tracked.options.mode != "prefix" and not found.is_full  # not what vLLM holds of an equal prompt
-        before = blended_before(request, found.plan, found.salt, self.cache, size) if takes_blended else None
+        before = found.blended_before(request, self.cache) if takes_blended else None
         if cached and found.held - cached < size and before is None:  # vLLM computes less than a block as fast
             tracked.leave(HELD_BY_VLLM if found.held else NOTHING_STORED)
         elif before is not None or found.reused_share(0) >= max(self._config.min_reused_share, 1e-9):
@@ -276,7 +275,7 @@ class Scheduling:
         if not is_paused:
             may_compute = is_idle and not self._has_requests
             self._finder.add_history(self._captures, self.cache, self._most_copied, may_compute=may_compute)
-            self._finder.add_discovered(self._captures, self.counts)
+            self._finder.add_discovered(self._captures)
         jobs.capture = self._captures.take(is_paused=is_paused)
         jobs.is_idle, jobs.adapters = is_idle, self._adapters.take()
         # Requests that a pause keeps are not served: checks have their time, and end.

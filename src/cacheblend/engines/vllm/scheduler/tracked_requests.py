@@ -37,23 +37,6 @@ def salt_of(
     return hashlib.sha256(described.encode()).digest()
 
 
-def first_loaded(plan: BlendPlan) -> int:
-    """The first position whose KV is not exact in this prompt; `len(plan)` if all of it is."""
-    return next((span.start for span in plan.spans if span.source is Source.LOADED), len(plan))
-
-
-def blended_before(request: Any, plan: BlendPlan, salt: bytes, cache: PrefixCache, block_size: int) -> int | None:
-    """Where the salting of an earlier turn began whose blocks vLLM still holds; None: it holds none. Where that is
-    beyond the first loaded row, vLLM holds the blocks before it, and only as long as it does may the request be
-    blended."""
-    loaded = first_loaded(plan)
-    cached = cache.tokens(request)
-    is_chunk = [segment.is_chunk for segment in plan.prompt.segments]
-    starts = {span.start for span in plan.spans if span.chunk_offset == 0 and is_chunk[span.segment]} | {loaded}
-    may_begin = [at for at in starts if at <= loaded or at // block_size * block_size <= cached]
-    return max((at for at in may_begin if cache.holds_salted(request, at, salt)), default=None)
-
-
 class ComingBlocks:
     """The blocks that jobs under way will give to vLLM's prefix cache, by name."""
 
@@ -119,11 +102,22 @@ class FoundChunks:
 
     @cached_property
     def first_loaded(self) -> int:
-        return first_loaded(self.plan)
+        """The first position whose KV is not exact in this prompt; the prompt's end if all of it is."""
+        return next((span.start for span in self.plan.spans if span.source is Source.LOADED), len(self.plan))
 
     @property
     def is_blended(self) -> bool:
         return self.first_loaded < len(self.plan)
+
+    def blended_before(self, request: Any, cache: PrefixCache) -> int | None:
+        """Where the salting of an earlier turn began whose blocks vLLM still holds; None: it holds none. Where that is
+        beyond the first loaded row, vLLM holds the blocks before it, and only as long as it does may the request be
+        blended."""
+        size, cached, segments = cache.block_size, cache.tokens(request), self.plan.prompt.segments
+        starts = {span.start for span in self.plan.spans if span.chunk_offset == 0 and segments[span.segment].is_chunk}
+        may_begin = [at for at in starts if at <= self.first_loaded or at // size * size <= cached]
+        held = (at for at in (*may_begin, self.first_loaded) if cache.holds_salted(request, at, self.salt))
+        return max(held, default=None)
 
     def reused_share(self, start: int) -> float:
         """The share of the tokens from `start` on that the store holds."""
@@ -150,29 +144,21 @@ class Answers:
 
 
 @dataclass(eq=False)
-class Clock:
-    """Of one look-up, which its thread has, too: when it was asked for, and when a thread took it up."""
-
-    asked: float = field(default_factory=time.monotonic)
-    began: float = math.inf
-
-
-@dataclass(eq=False)
 class LookUp:
     """A look-up in the store, in a thread: no engine step that computes waits for it. It has `timeout_s` from when the
     thread took it up. While none does, from when another one was answered, but no more than `QUEUED` times as long:
     many requests that come at once are no slow store."""
 
     timeout_s: float
-    clock: Clock
     answers: Answers
-    future: PoolCall["FoundChunks | None"]
+    asked: float = field(default_factory=time.monotonic)  # when it was asked for
+    began: float = math.inf  # when a thread took it up, which notes it
+    future: PoolCall[FoundChunks | None] = field(init=False)
 
     @property
     def deadline(self) -> float:
-        asked, began = self.clock.asked, self.clock.began
-        queued = min(max(asked, self.answers.at), asked + (QUEUED - 1) * self.timeout_s)
-        return (queued if math.isinf(began) else began) + self.timeout_s
+        queued = min(max(self.asked, self.answers.at), self.asked + (QUEUED - 1) * self.timeout_s)
+        return (queued if math.isinf(self.began) else self.began) + self.timeout_s
 
     @property
     def is_over(self) -> bool:
@@ -181,7 +167,7 @@ class LookUp:
 
     def wait(self, seconds: float) -> None:
         """Returns when it has ended, or so many seconds after it was asked for."""
-        wait([self.future], max(0.0, self.clock.asked + seconds - time.monotonic()))
+        wait([self.future], max(0.0, self.asked + seconds - time.monotonic()))
 
     def result(self) -> FoundChunks | None:
         """Raises TimeoutError: it did not end in time, and is dropped; or what the look-up raised."""
