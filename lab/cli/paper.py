@@ -118,7 +118,7 @@ def read_files(questions: QuestionOptions) -> "dict[str, tuple[list[QuestionRow]
     ]
     if len(set(names)) < len(names):  # they differ in their endings only
         names = [str(full) for full in resolved]
-    return {name: limited.read(file) for name, file in zip(names, files, strict=True)}
+    return {name: limited.read(file)[:2] for name, file in zip(names, files, strict=True)}
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def evaluate(
     file = questions.file
     if file is None:
         raise InvalidInputError("there is nothing to ask: give --data FILE")
-    rows, bad = questions.read(file)  # before the model is opened, which takes longer
+    rows, bad, _ = questions.read(file)  # before the model is opened, which takes longer
     folder = needed_model(what.model)
 
     from cacheblend.core.config import BlendConfig

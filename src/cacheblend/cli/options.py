@@ -5,6 +5,7 @@ Defaults are `BlendConfig`'s; they are written out here because importing it tak
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -367,12 +368,14 @@ class QuestionOptions:
             raise InvalidInputError(f"--data is given {len(self.data)} times; give one")
         return self.data[0] if self.data else None
 
-    def read(self, file: Path) -> "tuple[list[QuestionRow], list[str]]":
-        """The first rows of a file that can be used, at most `limit`, and the reasons for those that cannot."""
+    def read(self, file: Path) -> "tuple[list[QuestionRow], list[str], str]":
+        """The first rows that can be used, at most `limit`; why others cannot; the SHA-256 of what was read."""
         from cacheblend.data import read_questions
 
-        bad: list[str] = []
-        return read_questions(file, self.form, bad=bad if self.skip_bad else None, limit=self.limit), bad
+        bad, digest = list[str](), sha256()
+        skipped = bad if self.skip_bad else None
+        rows = read_questions(file, self.form, bad=skipped, limit=self.limit, seen=digest.update)
+        return rows, bad, digest.hexdigest()
 
     def settings(self, top_k: Sequence[int] | None, tokens: int) -> "Settings":
         """Settings of an evaluation, with so many tokens of an answer."""

@@ -20,7 +20,7 @@ class Measurement:
 
     model: str = ""  # name of the model's folder, for display
     data: str = ""  # name of the file with the evaluated rows
-    data_sha256: str = ""  # hex digest of that file; empty where there was no file
+    data_sha256: str = ""  # hex digest of what was read of that file; empty where there was no file
     rows: int = 0  # rows of the confirmation, none of which the search had used
     threshold: float = 0.0  # required agreement of first tokens with full recompute
     confidence: float = 0.0  # of the one-sided bounds, over all attempts together
