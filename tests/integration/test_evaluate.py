@@ -1,6 +1,7 @@
 """`cacheblend evaluate` on a tiny model: what each method does and costs, its prompts, runs that go on, the command."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -486,6 +487,11 @@ def test_the_digest_is_of_source_and_names(tmp_path: Path, monkeypatch: pytest.M
     subprocess.run(["git", *who, "-C", tmp_path, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
     monkeypatch.delenv("CACHEBLEND_COMMIT", raising=False)
     assert provenance.commit() is None
+    # A GPU that was not used is not named
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU of {device}")
+    lines = [provenance.machine_line(None if name is None else torch.device(name)) for name in (None, "cpu", "cuda")]
+    assert [re.findall("GPU of [^,]*", line) for line in lines] == [["GPU of None"], [], ["GPU of cuda"]]
     found = set()
     for name, text in (("a", "1"), ("a", "2"), ("b", "2")):
         file = package / "engines" / f"{name}.py"

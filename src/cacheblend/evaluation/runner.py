@@ -337,5 +337,5 @@ def _run(
         answers=list(row.answers),
         cells=cells,
         too_long=list(case.too_long.items()),
-        machine=provenance.machine_line(),
+        machine=provenance.machine_line(engine.model.device),
     )
