@@ -238,6 +238,10 @@ def test_too_few_rows(engine: BlendEngine, built: Path) -> None:
     assert found.search_rows + found.confirm_rows == 6
     with pytest.raises(InvalidInputError, match="1 exceed the model's context"):
         run_gate(engine, [long], [EXACT], LOW)
+    # A lone chunk behind its anchor is no exact prefix where its record is compressed
+    with BlendEngine.from_pretrained(built, config=BlendConfig(capture=False, codec="int8")) as lossy:
+        found = run_gate(lossy, [only_prefix], [Candidate("none", {"selector": "none"})], LOW)
+    assert found.skipped.nothing_to_blend == 0 and found.searched[0].found is not None
     with pytest.raises(InvalidInputError, match="no candidate"):
         run_gate(engine, rows(2), [], LOW)
     # A store without room is no proof of agreement
@@ -317,6 +321,14 @@ def test_what_was_computed_after_all_is_no_proof_of_agreement(
     )
     found = run_gate(engine, rows(16), [EXACT], LOW)
     assert (found.verdict, len(found.confirmed)) == ("too few rows", 1)
+    # Or already of those that were to search
+    left = iter(range(3))
+    monkeypatch.setattr(
+        GateRun,
+        "measure",
+        lambda *of, with_answers: [] if next(left, None) is None else original(*of, with_answers=False),
+    )
+    assert run_gate(engine, rows(16), none, LOW).verdict == "too few rows"
 
 
 def test_agreement_alone_does_not_pass_where_f1_falls(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +443,7 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path, caplog: p
     assert found["chosen"]["measured"]["f1_rows"] == 7
 
     profile = read_profile(model / PROFILE_NAME)
-    assert (profile.measured.data, profile.measured.codec) == (data.name, "raw")
+    assert (profile.measured.data, profile.measured.codec, profile.measured.f1_rows) == (data.name, "raw", 7)
     assert profile.measured.data_sha256 == hashlib.sha256(data.read_bytes()).hexdigest()
     assert (profile.measured.rows, profile.measured.threshold, profile.measured.agreement) == (7, 0.6, 1.0)
     ask = ("ask", "-m", model, "-s", "memory", "-p", WORDS[0], "-p", WORDS[1], "-q", "Which?", "-n", 2, "--json")
@@ -486,7 +498,7 @@ def test_a_model_that_no_setting_passes_on_is_not_blended(
 
 def test_a_dry_run_and_too_few_rows_leave_the_profile_alone(run: Run, model: Path, data: Path) -> None:
     # A dry run writes nothing
-    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "all", "--dry-run")
+    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "-r", 1, "--dry-run")
     shown = run(*command)
     assert shown.code == 0
     assert "--dry-run" in shown.out
@@ -494,7 +506,7 @@ def test_a_dry_run_and_too_few_rows_leave_the_profile_alone(run: Run, model: Pat
     assert not (model / PROFILE_NAME).exists()
     # Too few rows leave the profile alone
     (model / PROFILE_NAME).write_text("{")
-    shown = run("doctor", "--quality", "-m", model, "-d", data, "--selector", "all", "--max-tokens", 1)
+    shown = run("doctor", "--quality", "-m", model, "-d", data, "--selector", "none", "--max-tokens", 1)
     assert shown.code == 1
     assert "too few rows to decide: 14 rows" in shown.out
     assert "598" in shown.out
@@ -563,7 +575,7 @@ def test_a_setting_that_is_no_faster_is_said_to_be_that(
 
     original = gate.compare
     monkeypatch.setattr(gate, "compare", slow)
-    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "all", "--dry-run")
+    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "-r", 1, "--dry-run")
     shown = run(*command, "--anchor", "none", "--no-chat")
     assert shown.code == 0
     assert "not faster than full recompute (0.50 x its speed" in shown.out

@@ -15,7 +15,7 @@ import torch
 
 from cacheblend.cli.options import LayoutOptions
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelOverflowError
 from cacheblend.data import QuestionRow
 from cacheblend.data.questions import split_text
 from cacheblend.engines import provenance
@@ -26,7 +26,9 @@ from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.shadow import agreement
 from cacheblend.evaluation import Evaluation, Settings, evaluate, make_methods, summarise
 from cacheblend.evaluation import methods as methods_of_evaluation
+from cacheblend.evaluation.candidates import Candidate
 from cacheblend.evaluation.compute import ComputeScale
+from cacheblend.evaluation.gate import GateRow, run_gate
 from cacheblend.evaluation.records import Cell
 from cacheblend.evaluation.templates import PromptLayout, Template
 from cacheblend.store import MemoryStore
@@ -386,6 +388,26 @@ def test_rows_that_cannot_be_asked(
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
         evaluate(engine, rows, make_methods(["full"]), settings=settings)
+
+
+def test_values_that_overflow_skip_a_cell_and_name_the_gates_row(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflow(*_: Any, **__: Any) -> Any:
+        raise ModelOverflowError("the logits", torch.float16)
+
+    monkeypatch.setattr(methods_of_evaluation, "fused", overflow)
+    found = evaluate(engine, ROWS[:1], make_methods(["full", "reuse"]), settings=Settings(max_tokens=1))
+    assert [bool(cell.skipped) for cell in found.rows[0].cells] == [False, True]
+    assert "exceed the range of float16" in found.rows[0].cells[1].skipped
+    rows = [GateRow(["A. ", *row.passages, " Who?"]) for row in ROWS]
+    with pytest.raises(CacheBlendError, match=r"row \d: the logits"):
+        run_gate(engine, rows, [Candidate("none", {"selector": "none"})])
+    # Where full recompute overflows, methods are compared with no answer of its own
+    monkeypatch.setattr(methods_of_evaluation, "full_recompute", overflow)
+    settings = Settings(max_tokens=1, answers="model")
+    found = evaluate(engine, ROWS[:1], make_methods(["full", "prefix"]), settings=settings)
+    assert [bool(cell.skipped) for cell in found.rows[0].cells] == [True, False]
 
 
 def test_settings_and_methods_that_cannot_be(engine: BlendEngine) -> None:

@@ -1,6 +1,6 @@
 """`cacheblend doctor`: can this model be blended, and how much must be recomputed to keep its answers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -82,9 +82,10 @@ def doctor(
 
     folder, file = chosen.model, questions.file
     profile = None if gate.dry_run else gate.profile or folder / PROFILE_NAME
-    bar = Bar(threshold=gate.threshold, confidence=gate.confidence, answer_tokens=gate.max_tokens)
     settings = questions.settings(None, gate.max_tokens)
-    bar = replace(bar, stop=settings.template.stop, scorer=WordF1())
+    bar = Bar(
+        gate.threshold, gate.confidence, answer_tokens=gate.max_tokens, stop=settings.template.stop, scorer=WordF1()
+    )
     asked, bad, digest = questions.read(file)
     if profile is not None:
         check_writable(profile)
@@ -186,7 +187,7 @@ def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str
     if 0 < labelled < bar.needed_f1_rows:
         notes.append(
             f"{labelled} confirmed rows have gold answers: the F1 bound decides with them, but with fewer than "
-            f"{bar.needed_f1_rows} a rare, large loss may not have occurred at all"
+            f"{bar.needed_f1_rows} F1 is not shown: a rare, large loss may not have occurred at all"
         )
     wanted = f"{100 * bar.threshold:g} % agreement of first tokens with full recompute, at {100 * bar.confidence:g} %"
     if chosen is not None and chosen.found is not None:
@@ -199,7 +200,7 @@ def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str
     elif result.verdict == "too few rows":
         verdict = (
             f"too few rows to decide: {result.passage_sets} rows have different passages, {wanted} needs "
-            f"{2 * bar.needed_rows} without an error (half to search, half to confirm); nothing was confirmed"
+            f"{2 * bar.needed_rows} in which something is blended, without an error (half to search, half to confirm)"
         )
     else:
         verdict = f"no setting was shown to hold {wanted}"

@@ -28,6 +28,7 @@ class Measurement:
     agreement: float | None = None
     bound: float | None = None  # lower bound of the agreement
     compute: float | None = None  # share of a full prefill's work, algorithm.md section 7
+    f1_rows: int = 0  # rows with gold answers; few of them show no F1 (docs/evaluation.md)
     f1_difference: float | None = None  # mean F1 minus that of full recompute; None without gold answers
     f1_bound: float | None = None  # lower bound of that difference
     dtype: str = ""  # of the weights

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -301,7 +302,8 @@ def _run(
         passages = case.passages[:k]
         asked = Asked(engine, settings.template, case.row.question, passages, prompt, settings.max_tokens)
         if settings.answers == "model":
-            asked = replace(asked, own=OwnAnswer.of(asked))
+            with suppress(ModelOverflowError):  # then there is no answer to compare with
+                asked = replace(asked, own=OwnAnswer.of(asked))
         given: dict[str, Outcome | str] = {}
         for method in methods if case.number % 2 == 0 else reversed(methods):
             try:
