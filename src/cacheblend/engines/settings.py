@@ -185,7 +185,7 @@ def write_profile(file: Path, profile: Profile) -> None:
 def check_writable(file: Path) -> None:
     """Raises `InvalidInputError` if a profile cannot be written there; called before hours of measuring."""
     with _written(file):
-        write_whole(fresh := file.with_name(f"{file.name}.new"), "")
+        write_whole(fresh := file.resolve().with_name(f"{file.name}.new"), "")  # a link's place is its target's
         fresh.unlink(missing_ok=True)  # another run, which checks the same place
 
 
