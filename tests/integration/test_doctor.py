@@ -431,7 +431,7 @@ def test_the_gate_tries_what_the_model_can_have() -> None:
 
 def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path, caplog: pytest.LogCaptureFixture) -> None:
     for given in (("--threshold", 0.5), ("--store", "redis://nowhere"), ("--codec", "int8"), ("--format", "ctxs")):
-        assert f"{given[0]} is for the quality gate; add --quality" in run("doctor", "-m", model, *given).err
+        assert f"{given[0]}: no effect without --quality" in run("doctor", "-m", model, *given).err
     command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "--ratio", 1, "--json")
     result = run(*command)
     found = result.json

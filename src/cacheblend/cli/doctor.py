@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.cli import models, options, output
-from cacheblend.cli.option_groups import option
+from cacheblend.cli.option_groups import changed, option, refuse_unused
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.folders import name_of
 
@@ -49,9 +49,7 @@ def doctor(
     device: options.DeviceOptions,
     questions: options.QuestionOptions,
     gate: QualityOptions,
-    anchor: options.Anchor = "auto",
-    anchor_text: options.AnchorText = None,
-    codec: options.Codec = "raw",
+    stored: options.PassageOptions,
     store: options.StoreOptions = options.IN_MEMORY,
     json: options.AsJson = False,
 ) -> None:
@@ -60,14 +58,11 @@ def doctor(
     With --quality, on your own prompts (598 rows or more for the defaults): find the cheapest setting that is shown to
     agree with full recompute, and write it as the model's profile. Exit code 1: no setting was shown to.
     """
-    chosen, stored = model.chosen(), {"anchor": anchor, "anchor_text": anchor_text, "codec": codec}
+    chosen = model.chosen()
     if not gate.quality:
-        given = (*vars(gate).items(), *vars(questions).items(), *stored.items(), *vars(store).items())
-        plain = vars(QualityOptions()) | vars(options.QuestionOptions()) | vars(options.IN_MEMORY)
-        plain |= {"anchor": "auto", "anchor_text": None, "codec": "raw"}
-        if unused := [name for name, value in given if value != plain[name]]:
-            name = "format" if unused[0] == "form" else unused[0].replace("_", "-")
-            raise InvalidInputError(f"--{name} is for the quality gate; add --quality")
+        of_gate = (gate, QualityOptions()), (questions, options.QuestionOptions())
+        of_store = (stored, options.PassageOptions()), (store, options.IN_MEMORY)
+        refuse_unused(changed(*of_gate, *of_store), "without --quality")
         if not _examine(chosen, device, json):
             raise typer.Exit(1)
         return
@@ -89,7 +84,7 @@ def doctor(
     asked, bad, digest = questions.read(file)
     if profile is not None:
         check_writable(profile)
-    config = BlendConfig.of(stored | {"capture": False, "load_timeout_s": models.PATIENT_S})
+    config = BlendConfig.of(stored.settings() | {"capture": False, "load_timeout_s": models.PATIENT_S})
     tried = gate.selector or (), gate.ratio or ()
     if (layers := layers_of(folder)) is not None:
         grid(layers, *tried)  # refuses unknown selectors before the model is opened

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cacheblend.cli import options, output
 from cacheblend.cli.models import PATIENT_S, needed_model, open_engine
@@ -14,18 +14,16 @@ from cacheblend.engines.folders import model_folder
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
+class EvaluateOptions(options.PassageOptions):
     """What is asked, of which model, and how answers are scored."""
 
+    panel: ClassVar = options.SCORES
     model: options.OptionalModel = None
     top_k: options.TopK = None
     max_tokens: options.MaxTokens = 32
     answers: options.Answers = "gold"
     scorer: options.Scorers = None
     seed: options.Seed = 0
-    anchor: options.Anchor = "auto"
-    anchor_text: options.AnchorText = None
-    codec: options.Codec = "raw"
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def evaluate(
         if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
             each.check(layers)
     settings = replace(questions.settings(what.top_k, what.max_tokens), answers=what.answers)
-    config = {"anchor": what.anchor, "anchor_text": what.anchor_text, "codec": what.codec, "load_timeout_s": PATIENT_S}
+    config = what.settings() | {"load_timeout_s": PATIENT_S}
     with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
         assert engine.runtime.builder is not None  # a model folder is opened with its tokenizer
         methods = choose(profile=engine.runtime.settings.config)

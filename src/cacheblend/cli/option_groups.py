@@ -97,6 +97,17 @@ def _flag(option: inspect.Parameter) -> str:
     return option.name.upper()
 
 
+def changed(*groups: tuple[Any, Any]) -> dict[str, object]:
+    """The options of groups by their names, each group with its defaults: None for those that have them."""
+    found = dict[str, object]()
+    for group, defaults in groups:
+        for of in fields(group):
+            flag = _flag(_parameter(of.name, of.type, of if of.metadata else of.default))
+            value = getattr(group, of.name)
+            found[flag] = None if value == getattr(defaults, of.name) else value
+    return found
+
+
 def refuse_unused(given: Mapping[str, object], where: str) -> None:
     """Raises `InvalidInputError` for options that were given and have no effect there, by their names."""
     if unused := [name for name, value in given.items() if value is not None]:

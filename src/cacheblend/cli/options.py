@@ -184,14 +184,25 @@ class SelectionOptions:
 
 
 @dataclass(frozen=True)
-class ChunkOptions:
-    """How chunks are computed, cut and stored; part of the names of their blocks."""
+class PassageOptions:
+    """How passages are computed and compressed, which changes answers."""
 
     panel: ClassVar = BLENDING
     anchor: Anchor = "auto"
     anchor_text: AnchorText = None
-    block_size: int = option(256, "Tokens of a block at most.", least=1, most=MOST_TOKENS)
     codec: Codec = "raw"
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of `BlendConfig`."""
+        return {f.name: getattr(self, f.name) for f in fields(PassageOptions)}
+
+
+@dataclass(frozen=True)
+class ChunkOptions(PassageOptions):
+    """How chunks are computed, cut and stored; part of the names of their blocks."""
+
+    panel: ClassVar = BLENDING
+    block_size: int = option(256, "Tokens of a block at most.", least=1, most=MOST_TOKENS)
     salt: str = option("", "Separates tenants who share a store.")
 
     def settings(self) -> dict[str, Any]:
