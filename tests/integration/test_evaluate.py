@@ -371,7 +371,10 @@ def test_prompts_over_the_context_are_skipped_and_counted(engine: BlendEngine, m
     anchored = BlendConfig(anchor="text", anchor_text="A text of more than six tokens, which stands in front.")
     with BlendEngine.from_pretrained(model, device="cpu", config=anchored) as behind_text:
         found = evaluate(behind_text, [row, ROWS[0]], make_methods(["full"]), settings=Settings(max_tokens=1))
-        assert "tokens with its anchor, 256 fit" in found.rows[0].too_long[0][1] and found.rows[1].cells
+        assert (
+            "tokens with its anchor, the model's context 256; split it" in found.rows[0].too_long[0][1]
+            and found.rows[1].cells
+        )
 
 
 @pytest.mark.parametrize(

@@ -243,10 +243,9 @@ def make_cases(
 
 def check_chunks(engine: BlendEngine, prompt: Prompt) -> None:
     """Raises `PromptTooLongError`: a passage fits the model's context, but not with its anchor, so it is not stored."""
-    anchor, most = engine.runtime.planner.anchor.segments(prompt), engine.runtime.survey.max_length
-    longest = sum(map(len, anchor)) + max(map(len, prompt.chunks), default=0)
-    if most is not None and longest > most:
-        raise PromptTooLongError(f"a passage has {longest} tokens with its anchor, {most} fit; split it")
+    anchor = engine.runtime.planner.anchor.segments(prompt)
+    longest = max((len(each.stored_ids) for each in prompt.chunks), default=0)
+    engine.runtime.survey.check_chunk(sum(map(len, anchor)) + longest, "a passage")
 
 
 def usable_rows(
