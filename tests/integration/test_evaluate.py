@@ -24,7 +24,7 @@ from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import follow, full_recompute
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.shadow import agreement
-from cacheblend.evaluation import Evaluation, Settings, evaluate, make_methods, summarise
+from cacheblend.evaluation import Evaluation, Settings, evaluate, make_cases, make_methods, summarise
 from cacheblend.evaluation import methods as methods_of_evaluation
 from cacheblend.evaluation.candidates import Candidate
 from cacheblend.evaluation.compute import ComputeScale
@@ -391,6 +391,17 @@ def test_rows_that_cannot_be_asked(
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
         evaluate(engine, rows, make_methods(["full"]), settings=settings)
+
+
+def test_cases_that_were_made_are_not_made_again(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad: list[str] = []
+    settings, rows, methods = Settings(max_tokens=1), [ROWS[0], replace(ROWS[1], passages=())], make_methods(["full"])
+    cases = make_cases(engine, settings, rows, bad)
+    assert len(cases) == 1 and "row 1: it has no passages" in bad[0]
+    asked = evaluate(engine, rows[:1], methods, settings=settings)
+    monkeypatch.setattr(type(engine), "prompt", None)
+    found = evaluate(engine, cases, methods, settings=settings)
+    assert (found.config, found.rows[0].cells[0].answer) == (asked.config, asked.rows[0].cells[0].answer)
 
 
 def test_values_that_overflow_skip_a_cell_and_name_the_gates_row(

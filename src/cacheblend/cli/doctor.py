@@ -96,8 +96,9 @@ def doctor(
         )
     with models.open_engine(folder, store.store, config, device, quiet=json) as engine:
         candidates, rows = grid(engine.runtime.survey.num_layers, *tried, engine.runtime.survey.fit_selector), []
-        for row in questions.split(engine, asked, settings, bad):
-            rows.append(GateRow(settings.template.parts(engine, row.passages, row.question), row.answers))
+        for case in questions.cases(engine, asked, settings, bad):  # without a prompt: it is too long, which is counted
+            prompt = case.prompts.get(None) or settings.template.parts(engine, case.passages, case.row.question)
+            rows.append(GateRow(prompt, case.row.answers))
         with output.progress("asking", "rows", quiet=json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=gate.seed, progress=advance)
         written, failed = profile if result.verdict != "too few rows" else None, None

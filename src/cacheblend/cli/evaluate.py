@@ -86,12 +86,12 @@ def evaluate(
     with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
         assert engine.runtime.builder is not None  # a model folder is opened with its tokenizer
         methods = choose(profile=engine.runtime.settings.config)
-        split = questions.split(engine, rows, settings, bad)
+        cases = questions.cases(engine, rows, settings, bad)
         if settings.template.chat is None and not settings.template.is_chat(engine):
             output.say(f"{engine.name} has no chat template: plain prompts")
         name = f"{engine.name}-{file.stem}"
         with progress_bars(quiet=to.json) as advance:
-            found = evaluate(engine, split, methods, settings=settings, out=to.folder, name=name, progress=advance)
+            found = evaluate(engine, cases, methods, settings=settings, out=to.folder, name=name, progress=advance)
         output.say(f"blend: {engine.runtime.settings.source}")
         if found.resumed:
             output.say(f"{found.resumed} of {len(found.rows)} rows were there already")

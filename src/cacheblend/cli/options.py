@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine, SamplingParams
     from cacheblend.evaluation import Settings
+    from cacheblend.evaluation.runner import Case
 
 MODEL, PROMPT, BLENDING, OUTPUT = "Model", "Prompt", "Blending", "Output"
 METHODS, SCORES = "Methods", "Scores"
@@ -399,15 +400,15 @@ class QuestionOptions:
             chosen = replace(chosen, chat=self.chat)
         return Settings(chosen, tuple(dict.fromkeys(top_k)) if top_k else (None,), tokens)
 
-    def split(
+    def cases(
         self, engine: "BlendEngine", rows: "Sequence[QuestionRow]", settings: "Settings", bad: list[str]
-    ) -> "list[QuestionRow]":
-        """The rows, LongBench contexts cut into passages; with ``--skip-bad`` without those noted in `bad`. Raises
-        `BadRowError`: a row that makes no valid prompt."""
+    ) -> "list[Case]":
+        """The rows with their prompts, LongBench contexts cut into passages; with ``--skip-bad`` without those noted in
+        `bad`. Raises `BadRowError`: a row that makes no valid prompt."""
         from cacheblend.data.questions import split_contexts
-        from cacheblend.evaluation import usable_rows
+        from cacheblend.evaluation import make_cases
 
         builder = engine.runtime.builder
         assert builder is not None  # a model folder is opened with its tokenizer
         split = split_contexts(rows, lambda text: len(builder.encode(text)), self.chunk_tokens)
-        return usable_rows(engine, settings, split, bad if self.skip_bad else None)
+        return make_cases(engine, settings, split, bad if self.skip_bad else None)

@@ -87,7 +87,7 @@ class Evaluation:
 
 def evaluate(
     engine: BlendEngine,
-    rows: Sequence[QuestionRow],
+    rows: "Sequence[QuestionRow | Case]",
     methods: Sequence[Method] | None = None,
     *,
     settings: Settings | None = None,
@@ -104,7 +104,8 @@ def evaluate(
 
     Args:
         engine: model and store; the passages and the text preceding the first passage are stored, nothing else.
-        rows: with contexts already split (`cacheblend.data.questions`).
+        rows: with contexts already split (`cacheblend.data.questions`); or what `make_cases` made of them with these
+            settings.
         methods: see `make_methods`; None takes its defaults. Agreement and differences need ``full`` among them.
         settings: shared by all methods.
         out: parent of the folder of results; None keeps the results in memory.
@@ -113,7 +114,7 @@ def evaluate(
         enough: called before each row with the number of rows answered; once it is true the others are left out.
 
     Raises:
-        BadRowError: a row that makes no valid prompt; `usable_rows` leaves such rows out.
+        BadRowError: a row that makes no valid prompt; `make_cases` can leave such rows out.
         InvalidInputError: no rows, no prompt that fits the model's context, a check layer that the model does not have,
             or two methods with the same name.
     """
@@ -135,7 +136,7 @@ def evaluate(
             "use fewer passages (top_k) or shorter ones"
         )
     prompts = [prompt for case in cases for prompt in case.prompts.values()]
-    config = describe(engine, rows, methods, settings, prompts)
+    config = describe(engine, [case.row for case in cases], methods, settings, prompts)
     with LineLog(None if out is None else out / folder_name(name, config), config, RowResult.of_dict) as log:
         finished = {row.number: row for row in log.items}
         resumed, scale = len(finished), ComputeScale.of(engine)
@@ -211,12 +212,16 @@ class Case:
 
 
 def make_cases(
-    engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow], bad: list[str] | None = None
+    engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow | Case], bad: list[str] | None = None
 ) -> list[Case]:
-    """The rows' prompts; those that exceed the model's context are left out of a case, with the reason. `bad` gets the
-    reasons for rows that make no valid prompt, which are left out; None: the first is a `BadRowError`."""
-    cases, layout = [], settings.template
+    """The rows' prompts; those that exceed the model's context are left out of a case, with the reason. A case is taken
+    as it is. `bad` gets the reasons for rows that make no valid prompt, which are left out; None: the first is a
+    `BadRowError`. Raises `InvalidInputError` if none is left."""
+    cases, layout = list[Case](), settings.template
     for number, row in enumerate(rows):
+        if isinstance(row, Case):
+            cases.append(row)
+            continue
         case = Case(number, row, list(row.passages), {}, {})
         try:
             if not row.passages:
@@ -238,6 +243,8 @@ def make_cases(
             if bad is None:
                 raise BadRowError(f"{where}: {error}") from error
             bad.append(f"{where}: {error}")
+    if bad and rows and not cases:
+        raise InvalidInputError(f"none of the {len(rows)} rows can be used; the first: {bad[-len(rows)]}")
     return cases
 
 
@@ -246,16 +253,6 @@ def check_chunks(engine: BlendEngine, prompt: Prompt) -> None:
     anchor = engine.runtime.planner.anchor.segments(prompt)
     longest = max((len(each.stored_ids) for each in prompt.chunks), default=0)
     engine.runtime.survey.check_chunk(sum(map(len, anchor)) + longest, "a passage")
-
-
-def usable_rows(
-    engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow], bad: list[str] | None
-) -> list[QuestionRow]:
-    """The rows that make valid prompts, arguments as for `make_cases`; raises `InvalidInputError` if there are none."""
-    usable = [case.row for case in make_cases(engine, settings, rows, bad)]
-    if bad and rows and not usable:
-        raise InvalidInputError(f"none of the {len(rows)} rows can be used; the first: {bad[-len(rows)]}")
-    return usable
 
 
 def groups_that_fit(engine: BlendEngine, cases: Sequence[Case]) -> Iterator[list[Case]]:
