@@ -141,6 +141,13 @@ def lasting_url(url: str) -> str:
     return ", ".join(lasting)
 
 
+def existing_url(url: str) -> str:
+    """A lasting store's URL without folders that do not exist, which opening it would make; ``memory`` if none does."""
+    places = {each: _split(each)[:2] for each in _each(url)}
+    new = [each for each, (scheme, at) in places.items() if scheme == "file" and not Path(at).expanduser().exists()]
+    return ", ".join(each for each in places if each not in new) or "memory"
+
+
 def _each(url: str) -> list[str]:
     return [each.strip() for each in re.split(r",(?=\s*[a-z0-9]+://)", url)]
 
