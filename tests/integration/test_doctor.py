@@ -459,6 +459,7 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path, caplog: p
         assert opened.config.selector == "none"
     run(*ask, "--codec", "int4")
     assert "was measured with the codec raw, not int4" in caplog.text
+    assert "the model that ships stays as it is" in run("doctor", "--quality", "-m", "nano", "-d", data).err
     data.write_text(json.dumps({"input": "", "context": "A lamp.", "answers": []}))
     assert "row 0: the question is empty" in run(*command).json["error"]
     shown = "".join(run("doctor", "-m", model).out.split())

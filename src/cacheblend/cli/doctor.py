@@ -11,7 +11,7 @@ from rich.text import Text
 from cacheblend.cli import models, options, output
 from cacheblend.cli.option_groups import changed, option, refuse_unused
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.folders import name_of
+from cacheblend.engines.folders import name_of, shipped_folder
 
 if TYPE_CHECKING:
     from cacheblend.evaluation.gate import Bar, GateResult, Tried
@@ -77,6 +77,8 @@ def doctor(
 
     folder, file = chosen.model, questions.file
     profile = None if gate.dry_run else gate.profile or folder / PROFILE_NAME
+    if profile is not None and gate.profile is None and folder.resolve() == shipped_folder():
+        raise InvalidInputError("the profile of the model that ships stays as it is; give --profile FILE, or --dry-run")
     settings = questions.settings(None, gate.max_tokens)
     bar = Bar(
         gate.threshold, gate.confidence, answer_tokens=gate.max_tokens, stop=settings.template.stop, scorer=WordF1()
