@@ -206,12 +206,8 @@ def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str
     for line in notes:
         out.print(f"note: {line}", style="yellow", soft_wrap=True)
     out.print(verdict, style="bold green" if chosen else "bold red", soft_wrap=True)
-    if written is not None:
-        out.print(f"profile written to {written}", soft_wrap=True)
-    elif result.verdict != "too few rows":
-        out.print("no profile written (--dry-run)")
-    else:
-        out.print(f"no profile written; {name_of(model)} stays as it is", soft_wrap=True)
+    kept = f"no profile written; {name_of(model)} stays as it is"
+    out.print(kept if written is None else f"profile written to {written}", soft_wrap=True)
 
 
 def _table(title: str, tried: list["Tried"], bar: "Bar") -> Table:

@@ -1,6 +1,5 @@
 """`cacheblend evaluate`: parses options, shows and writes results; what is evaluated is in `cacheblend.evaluation`."""
 
-import json as json_text
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +9,6 @@ from typing import Any, ClassVar
 from cacheblend.cli import options, output
 from cacheblend.cli.models import PATIENT_S, needed_model, open_engine
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.folders import model_folder
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def evaluate(
     names = tuple(what.scorer or ("em", "f1"))
     check_scorers(names)
     choose = partial(make_methods, **method.choices())
-    planned, layers = choose(profile=BlendConfig()), layers_of(model_folder(folder))
+    planned, layers = choose(profile=BlendConfig()), layers_of(folder)
     for each in planned:
         if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
             each.check(layers)
@@ -111,14 +109,13 @@ def evaluate(
 
 def keep_summary(summary: dict[str, Any], data: str, folder: Path) -> tuple[dict[str, Any], list[Path]]:
     """Writes figures and plots to `folder`; returns the summary with machine, versions and commit, and the plots."""
-    from cacheblend.engines.files import write_whole
     from cacheblend.engines.provenance import stamp
     from cacheblend.evaluation.plots import draw
     from cacheblend.evaluation.scorers import INSTALL
 
     summary = {"data": data, **summary, **stamp()}
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "summary.json", json_text.dumps(summary, ensure_ascii=False, indent=2) + "\n")
+    output.write_json(folder / "summary.json", summary)
     if output.can_draw():
         return summary, draw(summary, folder, data=data)
     output.say(f"no plots are drawn, that needs matplotlib: {INSTALL}")

@@ -99,13 +99,9 @@ def _flag(option: inspect.Parameter) -> str:
 
 def changed(*groups: tuple[Any, Any]) -> dict[str, object]:
     """The options of groups by their names, each group with its defaults: None for those that have them."""
-    found = dict[str, object]()
-    for group, defaults in groups:
-        for of in fields(group):
-            flag = _flag(_parameter(of.name, of.type, of if of.metadata else of.default))
-            value = getattr(group, of.name)
-            found[flag] = None if value == getattr(defaults, of.name) else value
-    return found
+    values = [(of, getattr(group, of.name), getattr(plain, of.name)) for group, plain in groups for of in fields(group)]
+    named = [(_flag(_parameter(of.name, of.type, of if of.metadata else of.default)), *pair) for of, *pair in values]
+    return {flag: None if value == plain else value for flag, value, plain in named}
 
 
 def refuse_unused(given: Mapping[str, object], where: str) -> None:

@@ -202,7 +202,6 @@ class PassageOptions:
 class ChunkOptions(PassageOptions):
     """How chunks are computed, cut and stored; part of the names of their blocks."""
 
-    panel: ClassVar = BLENDING
     block_size: int = option(256, "Tokens of a block at most.", least=1, most=MOST_TOKENS)
     salt: str = option("", "Separates tenants who share a store.")
 

@@ -13,12 +13,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a truth value
 
 def read_text(path: Path) -> str:
     """The text of a file, with Unix line ends. Raises `InvalidInputError`: it cannot be read, or is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path} is not UTF-8: byte {error.start} ({error.reason})") from error
+    return "".join(_lines(path, len)).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -43,7 +38,10 @@ def read_items(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[tu
             try:
                 item = parse_json(line, where)
             except InvalidInputError:
-                if is_first and _is_object(line + "".join(lines)):
+                whole = None
+                with suppress(ValueError, RecursionError):
+                    whole = json.loads(line + "".join(lines)) if is_first else None
+                if isinstance(whole, dict):
                     raise InvalidInputError(
                         f"{path}: it is one JSON object over several lines; put rows into a list, [{{...}}, {{...}}], "
                         "or each on one line"
@@ -66,12 +64,6 @@ def _lines(path: Path, seen: Callable[[bytes], object]) -> Iterator[str]:
         raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"{path} is not UTF-8: byte {at + error.start} ({error.reason})") from error
-
-
-def _is_object(text: str) -> bool:
-    with suppress(ValueError, RecursionError):
-        return isinstance(json.loads(text), dict)
-    return False
 
 
 def kind(value: Any) -> str:

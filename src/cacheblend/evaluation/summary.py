@@ -111,10 +111,10 @@ def _figures(table: _Table, measures: dict[str, Measure], seed: int) -> _Figures
         for (index, name), column in product(enumerate(measures), range(width)):
             if name not in UNBOUNDED:
                 means.make_exact(2 * index * width + column, values[index][rows, column], LEVEL)
-        plain = [
-            {"n": int(n), "mean": float(mean), **_ends(float(low), float(high))} if n else None
-            for mean, low, high, n in zip(means.mean, means.low, means.high, means.count, strict=True)
-        ]
+        plain = list[dict[str, Any] | None]()
+        for mean, low, high, n in zip(means.mean, means.low, means.high, means.count, strict=True):
+            ends = (None, None) if math.isclose(low, high) else (float(low), float(high))  # all rows are alike
+            plain.append({"n": int(n), "mean": float(mean), "low": ends[0], "high": ends[1]} if n else None)
         for (index, name), column in product(enumerate(measures), range(width)):
             at = 2 * index * width + column
             figure: dict[str, Any] | None = plain[at]
@@ -125,11 +125,6 @@ def _figures(table: _Table, measures: dict[str, Measure], seed: int) -> _Figures
             else:
                 found[name][column]["all"] = figure
     return found
-
-
-def _ends(low: float, high: float) -> dict[str, float | None]:
-    """Ends of an interval; None where all rows have the same value: drawn again, they say nothing about others."""
-    return {"low": None, "high": None} if math.isclose(low, high) else {"low": low, "high": high}
 
 
 def _method(table: _Table, column: int, figures: _Figures, scorers: Sequence[str]) -> dict[str, Any]:
