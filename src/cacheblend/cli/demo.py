@@ -127,12 +127,14 @@ def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Pat
     warm, cells = result["warm"], [cell for row in result["evaluation"]["cells"] for cell in row["cells"]]
     stored = f"{warm['passages']} passages, {warm['tokens']} tokens, stored in {output.seconds_text(warm['seconds'])}"
     longest, count = max(cell["prompt_tokens"] for cell in cells), len(result["questions"])
+    asked = example["row"]
+    answered = result["evaluation"]["cells"][int(asked.id)]["cells"]
     holds, checks = all(each["holds"] for each in result["invariants"]), Table.grid(padding=(0, 2, 0, 0))
     for each in result["invariants"]:
         checks.add_row(Text(*MARK[each["holds"]]), each["invariant"], each["detail"])
     steps: list[tuple[str, RenderableType]] = [
         (stored, _passages(example, result)),
-        ("One of the questions, answered by each method", _answers(example, result)),
+        ("One of the questions, answered by each method", _cells(asked.question, asked.answers[0], answered, "em")),
         (f"{count} questions, each over all passages in another order (at most {longest} tokens)", _table(result)),
         (f"The exactness invariants {'hold, up to' if holds else 'are VIOLATED beyond'} rounding", checks),
     ]
@@ -157,8 +159,8 @@ def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Pat
     if keep is not None:
         model, store, passages, questions, to = (shlex.quote(f"{keep}/{name}") for name in KEPT_FILES)
         opened = f"--model {model} --dtype {DTYPE}"
-        asked = f"--store {store} --data {passages} --question {shlex.quote(example['row'].question)}"
-        title, commands = "Try:", [f"store ls {store}", f"ask {opened} {asked} --compare"]
+        data = f"--store {store} --data {passages} --question {shlex.quote(asked.question)}"
+        title, commands = "Try:", [f"store ls {store}", f"ask {opened} {data} --compare"]
         commands.append(f"evaluate {opened} --data {questions} --selector profile --selector hkvd --out {to}")
     program = "cacheblend" if shutil.which("cacheblend") else shlex.quote(sys.argv[0])
     out.print(f"\n{title}", *(f"  {program} {command}" for command in commands), sep="\n", soft_wrap=True)
@@ -176,12 +178,6 @@ def _passages(example: dict[str, Any], result: dict[str, Any]) -> Text:
         text.append(" In another order it is ").append(example["elsewhere"], "bold green").append(".")
     text.highlight_regex(r"\[.+?\]", "bold")
     return text.append(f"\nThe KV cache of {below} alone contains neither name.")
-
-
-def _answers(example: dict[str, Any], result: dict[str, Any]) -> Table:
-    """A question, and the answers of all methods side by side."""
-    row = example["row"]
-    return _cells(row.question, row.answers[0], result["evaluation"]["cells"][int(row.id)]["cells"], "em")
 
 
 def _cells(question: str, right: str, cells: list[dict[str, Any]], scorer: str) -> Table:

@@ -143,9 +143,8 @@ def lasting_url(url: str) -> str:
 
 def existing_url(url: str) -> str:
     """A lasting store's URL without folders that do not exist, which opening it would make; ``memory`` if none does."""
-    places = {each: _split(each)[:2] for each in _each(url)}
-    new = [each for each, (scheme, at) in places.items() if scheme == "file" and not Path(at).expanduser().exists()]
-    return ", ".join(each for each in places if each not in new) or "memory"
+    places = ((each, *_split(each)[:2]) for each in _each(url))
+    return ", ".join(each for each, of, at in places if of != "file" or Path(at).expanduser().exists()) or "memory"
 
 
 def _each(url: str) -> list[str]:
