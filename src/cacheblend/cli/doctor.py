@@ -99,7 +99,7 @@ def doctor(
     with models.open_engine(folder, store.store, config, device, quiet=json) as engine:
         candidates, rows = grid(engine.runtime.survey.num_layers, *tried, engine.runtime.survey.fit_selector), []
         for case in questions.cases(engine, asked, settings, bad):  # without a prompt: it is too long, which is counted
-            prompt = case.prompts.get(None) or settings.template.parts(engine, case.passages, case.row.question)
+            prompt = case.prompts.get(None) or settings.template.parts(engine, case.row.passages, case.row.question)
             rows.append(GateRow(prompt, case.row.answers))
         with output.progress("asking", "rows", quiet=json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=gate.seed, progress=advance)

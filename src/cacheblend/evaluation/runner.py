@@ -14,7 +14,7 @@ from cacheblend.core.errors import InvalidInputError, ModelOverflowError, Prompt
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.data import BadRowError, QuestionRow
 from cacheblend.engines import provenance
-from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import touch
 from cacheblend.engines.shadow import agreement
 from cacheblend.evaluation.compute import ComputeScale
@@ -202,7 +202,6 @@ class Case:
 
     number: int
     row: QuestionRow
-    passages: list[Passage]
     prompts: dict[int | None, Prompt]
     too_long: dict[int | None, str]
 
@@ -222,7 +221,7 @@ def make_cases(
         if isinstance(row, Case):
             cases.append(row)
             continue
-        case = Case(number, row, list(row.passages), {}, {})
+        case = Case(number, row, {}, {})
         try:
             if not row.passages:
                 raise InvalidInputError("it has no passages")
@@ -232,7 +231,7 @@ def make_cases(
                 )
             for k in settings.top_k:
                 try:
-                    prompt = layout.prompt(engine, case.passages[:k], row.question)
+                    prompt = layout.prompt(engine, row.passages[:k], row.question)
                     check_chunks(engine, prompt)
                     case.prompts[k] = prompt
                 except PromptTooLongError as error:
@@ -295,7 +294,7 @@ def _run(
     """Runs all methods on a row; every other row in reverse order, so that drift of the machine favours none."""
     cells: list[Cell] = []
     for k, prompt in case.prompts.items():
-        passages = case.passages[:k]
+        passages = case.row.passages[:k]
         asked = Asked(engine, settings.template, case.row.question, passages, prompt, settings.max_tokens)
         if settings.answers == "model":
             with suppress(ModelOverflowError):  # then there is no answer to compare with
