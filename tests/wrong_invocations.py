@@ -82,7 +82,7 @@ SAID = {
     "keys ls --file {tmp}": "is a folder; name a file",
     "doctor": "--model",
     "doctor --shape round": "no shape is called",
-    "doctor -m {model} -d {data}": "add --quality",
+    "doctor -m {model} -d {data}": "no effect without --quality",
     "doctor --quality -m {model}": "--data",
     "doctor --quality --shape tiny -d {data}": "--model",
     "doctor --quality -m {model} -d {data}x": "cannot be read",

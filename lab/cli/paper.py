@@ -68,7 +68,7 @@ def paper(
         data = []
         for name, (rows, bad) in files.items():
             reasons = list(bad)
-            data.append(DataSet(name, questions.split(engine, rows, settings, reasons), reasons))
+            data.append(DataSet(name, [case.row for case in questions.cases(engine, rows, settings, reasons)], reasons))
         assert engine.runtime.builder is not None  # a model folder is opened with its tokenizer
         if settings.template.chat is None and not settings.template.is_chat(engine):
             say(f"{engine.name} has no chat template: plain prompts")
@@ -118,7 +118,7 @@ def read_files(questions: QuestionOptions) -> "dict[str, tuple[list[QuestionRow]
     ]
     if len(set(names)) < len(names):  # they differ in their endings only
         names = [str(full) for full in resolved]
-    return {name: limited.read(file) for name, file in zip(names, files, strict=True)}
+    return {name: limited.read(file)[:2] for name, file in zip(names, files, strict=True)}
 
 
 def _show(found: dict[str, Any]) -> None:

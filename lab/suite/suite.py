@@ -30,7 +30,6 @@ from cacheblend.evaluation.gate import (
     Progress,
     Summary,
     nothing_left,
-    one_of_each,
     prepare,
     summarise,
 )
@@ -116,7 +115,7 @@ def check(
     Arguments and errors as for `run_gate`."""
     bar = bar or Bar()
     sets, skipped = prepare(engine, rows, seed=0)
-    prompts = one_of_each(sets, skipped)
+    prompts = [rows[0] for rows in sets]
     run = GateRun(engine, bar, skipped, progress, total=len(prompts))
     samples = [run.measure(prompt, [selector], with_answers=True) for prompt in prompts]
     kept = [found[0] for found in samples if found]

@@ -26,7 +26,7 @@ import cacheblend.engines.settings  # imported before it is traced
 from cacheblend.bench.ttft import table
 from cacheblend.cli import ask
 from cacheblend.cli.doctor import QualityOptions, doctor
-from cacheblend.cli.options import DeviceOptions, ModelOrShape, QuestionOptions
+from cacheblend.cli.options import DeviceOptions, ModelOrShape, PassageOptions, QuestionOptions
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.core.plan.planner import Planner
@@ -544,8 +544,8 @@ def test_generate_enters_no_file_twice_but_the_prefill() -> None:
 def test_doctor_enters_each_file_that_examines_once(tmp_path: Path) -> None:
     model, doctors = build_model(tmp_path / "tiny-llama"), ("cli/doctor.py", "engines/hf/doctor.py")
     # what reads options and prints is no step
-    terminal = ("cli/options.py", "cli/models.py", "cli/output.py", "engines/folders.py")
-    options = ModelOrShape(model), DeviceOptions(device="cpu"), QuestionOptions(), QualityOptions()
+    terminal = ("cli/options.py", "cli/option_groups.py", "cli/models.py", "cli/output.py", "engines/folders.py")
+    options = ModelOrShape(model), DeviceOptions(device="cpu"), QuestionOptions(), QualityOptions(), PassageOptions()
     steps = walk(lambda: doctor(*options, json=True), unseen="core/", seen_from=doctors)
     assert [step for step, _ in groupby(step for step in steps if step not in (*doctors, *terminal))] == [
         "engines/checkpoint.py",

@@ -25,7 +25,7 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.recurrent import SnapshotFormat
 from cacheblend.engines.hf.scheduler import Limits, Scheduler
 from cacheblend.engines.hf.tickets import Ask, DoneEvent
-from cacheblend.engines.settings import controller_of, read_cost_model, write_cost_model
+from cacheblend.engines.settings import controller_of, load_cost_model, write_cost_model
 from cacheblend.store import KVStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.combined import CascadeStore
 from cacheblend.store.format.block_file import decode_headers, header_bytes, header_of
@@ -91,7 +91,7 @@ def test_expected_times_count_the_ratio_that_the_shadow_checks_floor_has_raised(
     cost_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model, recompute_ratio=0.2) as engine:
-        known = read_cost_model(cost_model, engine.fingerprint, engine.runtime.stored_layout, "cpu")
+        known = load_cost_model(cost_model, model=engine.fingerprint, codec="raw", device="cpu")
         learnt: list[Any] = []
         monkeypatch.setattr(engine.runtime.prefiller.controller, "learn", lambda *given: learnt.append(given))
         for raised_by in (1.0, 1.5, 3.0):
@@ -187,7 +187,7 @@ def test_calibrate_and_ask_on_the_command_line(run: Run, tmp_path: Path) -> None
     data = json.loads(out.read_text())
     assert [tokens for tokens, _ in data["prefill_s"]] == [128, 512]
     with open_engine(tiny_model("llama"), []) as engine, pytest.raises(InvalidInputError, match="another model"):
-        read_cost_model(out, engine.fingerprint, engine.runtime.stored_layout, "cpu")
+        load_cost_model(out, model=engine.fingerprint, codec="raw", device="cpu")
     question = ("-p", "Anna has a red key.", "-q", "Who has a key?")
     answered = run("ask", "-m", "nano", "-s", store, "--cost-model", out, *question)
     assert answered.code == 0, answered.err

@@ -238,6 +238,10 @@ def test_too_few_rows(engine: BlendEngine, built: Path) -> None:
     assert found.search_rows + found.confirm_rows == 6
     with pytest.raises(InvalidInputError, match="1 exceed the model's context"):
         run_gate(engine, [long], [EXACT], LOW)
+    # A lone chunk behind its anchor is no exact prefix where its record is compressed
+    with BlendEngine.from_pretrained(built, config=BlendConfig(capture=False, codec="int8")) as lossy:
+        found = run_gate(lossy, [only_prefix], [Candidate("none", {"selector": "none"})], LOW)
+    assert found.skipped.nothing_to_blend == 0 and found.searched[0].found is not None
     with pytest.raises(InvalidInputError, match="no candidate"):
         run_gate(engine, rows(2), [], LOW)
     # A store without room is no proof of agreement
@@ -317,6 +321,14 @@ def test_what_was_computed_after_all_is_no_proof_of_agreement(
     )
     found = run_gate(engine, rows(16), [EXACT], LOW)
     assert (found.verdict, len(found.confirmed)) == ("too few rows", 1)
+    # Or already of those that were to search
+    left = iter(range(3))
+    monkeypatch.setattr(
+        GateRun,
+        "measure",
+        lambda *of, with_answers: [] if next(left, None) is None else original(*of, with_answers=False),
+    )
+    assert run_gate(engine, rows(16), none, LOW).verdict == "too few rows"
 
 
 def test_agreement_alone_does_not_pass_where_f1_falls(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +431,7 @@ def test_the_gate_tries_what_the_model_can_have() -> None:
 
 def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path, caplog: pytest.LogCaptureFixture) -> None:
     for given in (("--threshold", 0.5), ("--store", "redis://nowhere"), ("--codec", "int8"), ("--format", "ctxs")):
-        assert f"{given[0]} is for the quality gate; add --quality" in run("doctor", "-m", model, *given).err
+        assert f"{given[0]}: no effect without --quality" in run("doctor", "-m", model, *given).err
     command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "--ratio", 1, "--json")
     result = run(*command)
     found = result.json
@@ -431,7 +443,7 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path, caplog: p
     assert found["chosen"]["measured"]["f1_rows"] == 7
 
     profile = read_profile(model / PROFILE_NAME)
-    assert (profile.measured.data, profile.measured.codec) == (data.name, "raw")
+    assert (profile.measured.data, profile.measured.codec, profile.measured.f1_rows) == (data.name, "raw", 7)
     assert profile.measured.data_sha256 == hashlib.sha256(data.read_bytes()).hexdigest()
     assert (profile.measured.rows, profile.measured.threshold, profile.measured.agreement) == (7, 0.6, 1.0)
     ask = ("ask", "-m", model, "-s", "memory", "-p", WORDS[0], "-p", WORDS[1], "-q", "Which?", "-n", 2, "--json")
@@ -447,6 +459,7 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path, caplog: p
         assert opened.config.selector == "none"
     run(*ask, "--codec", "int4")
     assert "was measured with the codec raw, not int4" in caplog.text
+    assert "the model that ships stays as it is" in run("doctor", "--quality", "-m", "nano", "-d", data).err
     data.write_text(json.dumps({"input": "", "context": "A lamp.", "answers": []}))
     assert "row 0: the question is empty" in run(*command).json["error"]
     shown = "".join(run("doctor", "-m", model).out.split())
@@ -486,15 +499,15 @@ def test_a_model_that_no_setting_passes_on_is_not_blended(
 
 def test_a_dry_run_and_too_few_rows_leave_the_profile_alone(run: Run, model: Path, data: Path) -> None:
     # A dry run writes nothing
-    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "all", "--dry-run")
+    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "-r", 1, "--dry-run")
     shown = run(*command)
     assert shown.code == 0
-    assert "--dry-run" in shown.out
+    assert f"no profile written; {model.name} stays as it is" in shown.out.replace("\n", " ")
     assert run(*command, "--json").json["profile"] is None
     assert not (model / PROFILE_NAME).exists()
     # Too few rows leave the profile alone
     (model / PROFILE_NAME).write_text("{")
-    shown = run("doctor", "--quality", "-m", model, "-d", data, "--selector", "all", "--max-tokens", 1)
+    shown = run("doctor", "--quality", "-m", model, "-d", data, "--selector", "none", "--max-tokens", 1)
     assert shown.code == 1
     assert "too few rows to decide: 14 rows" in shown.out
     assert "598" in shown.out
@@ -523,6 +536,19 @@ def test_a_folder_that_cannot_be_written_to(
     ask = ("ask", "-m", model, "-s", "memory", "--profile", elsewhere, *asked)
     assert str(elsewhere) in run(*ask).json["settings"]["source"]
     assert "would not be used" in run(*ask, "--ratio", 0.5).json["error"]
+
+    # The data may be gone by the end; the place for the profile, too: what was measured is shown
+    def end(*arguments: Any, **options: Any) -> Any:
+        data.unlink()
+        (tmp_path / "gone").rmdir()
+        return gated(*arguments, **options)
+
+    gated = gate.run_gate
+    monkeypatch.setattr(gate, "run_gate", end)
+    (tmp_path / "gone").mkdir()
+    late = run(*command, "--profile", tmp_path / "gone" / "mine.json")
+    assert (late.code, "compute holds 60 %" in late.out, "cannot be written" in late.err) == (2, True, True)
+    assert "no profile written" in late.out
 
 
 def test_a_profile_of_other_weights_and_a_damaged_one(
@@ -563,7 +589,7 @@ def test_a_setting_that_is_no_faster_is_said_to_be_that(
 
     original = gate.compare
     monkeypatch.setattr(gate, "compare", slow)
-    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "all", "--dry-run")
+    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "-r", 1, "--dry-run")
     shown = run(*command, "--anchor", "none", "--no-chat")
     assert shown.code == 0
     assert "not faster than full recompute (0.50 x its speed" in shown.out

@@ -1,6 +1,7 @@
 """`cacheblend evaluate` on a tiny model: what each method does and costs, its prompts, runs that go on, the command."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from cacheblend.cli.options import LayoutOptions
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelOverflowError
 from cacheblend.data import QuestionRow
 from cacheblend.data.questions import split_text
 from cacheblend.engines import provenance
@@ -23,9 +24,11 @@ from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import follow, full_recompute
 from cacheblend.engines.hf.recurrent import fill_cache
 from cacheblend.engines.shadow import agreement
-from cacheblend.evaluation import Evaluation, Settings, evaluate, make_methods, summarise
+from cacheblend.evaluation import Evaluation, Settings, evaluate, make_cases, make_methods, summarise
 from cacheblend.evaluation import methods as methods_of_evaluation
+from cacheblend.evaluation.candidates import Candidate
 from cacheblend.evaluation.compute import ComputeScale
+from cacheblend.evaluation.gate import GateRow, run_gate
 from cacheblend.evaluation.records import Cell
 from cacheblend.evaluation.templates import PromptLayout, Template
 from cacheblend.store import MemoryStore
@@ -368,7 +371,10 @@ def test_prompts_over_the_context_are_skipped_and_counted(engine: BlendEngine, m
     anchored = BlendConfig(anchor="text", anchor_text="A text of more than six tokens, which stands in front.")
     with BlendEngine.from_pretrained(model, device="cpu", config=anchored) as behind_text:
         found = evaluate(behind_text, [row, ROWS[0]], make_methods(["full"]), settings=Settings(max_tokens=1))
-        assert "tokens with its anchor, 256 fit" in found.rows[0].too_long[0][1] and found.rows[1].cells
+        assert (
+            "tokens with its anchor, the model's context 256; split it" in found.rows[0].too_long[0][1]
+            and found.rows[1].cells
+        )
 
 
 @pytest.mark.parametrize(
@@ -385,6 +391,37 @@ def test_rows_that_cannot_be_asked(
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
         evaluate(engine, rows, make_methods(["full"]), settings=settings)
+
+
+def test_cases_that_were_made_are_not_made_again(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad: list[str] = []
+    settings, rows, methods = Settings(max_tokens=1), [ROWS[0], replace(ROWS[1], passages=())], make_methods(["full"])
+    cases = make_cases(engine, settings, rows, bad)
+    assert len(cases) == 1 and "row 1: it has no passages" in bad[0]
+    asked = evaluate(engine, rows[:1], methods, settings=settings)
+    monkeypatch.setattr(type(engine), "prompt", None)
+    found = evaluate(engine, cases, methods, settings=settings)
+    assert (found.config, found.rows[0].cells[0].answer) == (asked.config, asked.rows[0].cells[0].answer)
+
+
+def test_values_that_overflow_skip_a_cell_and_name_the_gates_row(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflow(*_: Any, **__: Any) -> Any:
+        raise ModelOverflowError("the logits", torch.float16)
+
+    monkeypatch.setattr(methods_of_evaluation, "fused", overflow)
+    found = evaluate(engine, ROWS[:1], make_methods(["full", "reuse"]), settings=Settings(max_tokens=1))
+    assert [bool(cell.skipped) for cell in found.rows[0].cells] == [False, True]
+    assert "exceed the range of float16" in found.rows[0].cells[1].skipped
+    rows = [GateRow(["A. ", *row.passages, " Who?"]) for row in ROWS]
+    with pytest.raises(CacheBlendError, match=r"row \d: the logits"):
+        run_gate(engine, rows, [Candidate("none", {"selector": "none"})])
+    # Where full recompute overflows, methods are compared with no answer of its own
+    monkeypatch.setattr(methods_of_evaluation, "full_recompute", overflow)
+    settings = Settings(max_tokens=1, answers="model")
+    found = evaluate(engine, ROWS[:1], make_methods(["full", "prefix"]), settings=settings)
+    assert [bool(cell.skipped) for cell in found.rows[0].cells] == [True, False]
 
 
 def test_settings_and_methods_that_cannot_be(engine: BlendEngine) -> None:
@@ -486,6 +523,11 @@ def test_the_digest_is_of_source_and_names(tmp_path: Path, monkeypatch: pytest.M
     subprocess.run(["git", *who, "-C", tmp_path, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
     monkeypatch.delenv("CACHEBLEND_COMMIT", raising=False)
     assert provenance.commit() is None
+    # A GPU that was not used is not named
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU of {device}")
+    lines = [provenance.machine_line(None if name is None else torch.device(name)) for name in (None, "cpu", "cuda")]
+    assert [re.findall("GPU of [^,]*", line) for line in lines] == [["GPU of None"], [], ["GPU of cuda"]]
     found = set()
     for name, text in (("a", "1"), ("a", "2"), ("b", "2")):
         file = package / "engines" / f"{name}.py"

@@ -416,6 +416,11 @@ def test_a_folder_from_its_first_sync_to_its_end(
     common = ("--store", store, "--source", source, "--chunk-tokens", 128)
     planned = run(*common, "--dry-run", "--json").json
     assert not store.exists() and planned["store"].endswith(store.name)
+    urls = f"file://{tmp_path}/near, file://{tmp_path}/far?ram_bytes=1MiB"
+    assert (
+        run("--store", urls, *common[2:], "--dry-run", "--json").json["computed_tokens"] == planned["computed_tokens"]
+    )
+    assert not (tmp_path / "near").exists() and not (tmp_path / "far").exists()
     done = run(*common, "--json").json
     assert planned["computed_tokens"] == done["computed_tokens"] > 0 and done["added"] == 3
     assert done["skipped"] == ["1 files *.png"]

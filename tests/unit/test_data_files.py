@@ -126,6 +126,9 @@ def test_formats_of_questions(tmp_path: Path) -> None:
     first, second = read_questions(write(tmp_path, LONGBENCH, {**LONGBENCH, "input": ""}))
     assert first == QuestionRow("Who?", (Passage("Ann did. Bob did not."),), ("Ann",), "qasper", "x1", is_context=True)
     assert second.question == ""
+    # An optional field that is null counts as absent
+    null = {**OWN, "id": None, "category": None, "answers": None, "passages": [{"title": None, "text": "Ann did."}]}
+    assert read_questions(write(tmp_path, null)) == [QuestionRow("Who?", (Passage("Ann did."),), id="0")]
     # A format that is named is not guessed
     both = {**CTXS, "passages": OWN["passages"]}
     assert len(read_questions(write(tmp_path, both))[0].passages) == 2
@@ -159,7 +162,8 @@ def test_formats_of_questions(tmp_path: Path) -> None:
         ([{**OWN, "answers": "Ann"}], "auto", r"line 1, field 'answers': expected a list, found a text"),
         ([{**OWN, "answers": ["Ann", 3]}], "auto", r"line 1, answers\[1\]: expected a text, found a number"),
         ([{**OWN, "answers": [""]}], "auto", r"line 1, answers\[0\]: it is empty"),
-        ([{**OWN, "category": None}], "auto", r"line 1, field 'category': expected a text, found null"),
+        ([{**OWN, "category": 3}], "auto", r"line 1, field 'category': expected a text, found a number"),
+        ([{**OWN, "question": None}], "auto", r"line 1, field 'question': expected a text, found null"),
         ([{**OWN, "id": []}], "auto", r"line 1, field 'id': expected a text or a whole number, found a list"),
         ([{**LONGBENCH, "context": " "}], "auto", r"line 1, field 'context': it is empty"),
         ([], "auto", r"rows.json has no rows"),
@@ -190,11 +194,19 @@ def test_files_that_are_no_rows_are_named(tmp_path: Path) -> None:
     # Text that is no json and a file that is not there
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(OWN) + "\n{broken\n")
-    assert len(read_questions(file, limit=1)) == 1
+    seen: list[bytes] = []  # what is behind the limit is not read
+    assert len(read_questions(file, limit=1, seen=seen.append)) == 1
+    assert seen == [json.dumps(OWN).encode() + b"\n"]
     with pytest.raises(InvalidInputError, match=r"rows.jsonl, line 2: not JSON"):
         read_questions(file)
     with pytest.raises(InvalidInputError, match=r"none.json cannot be read"):
         read_questions(tmp_path / "none.json")
+    # A byte order mark, Windows' line ends and blank lines
+    file.write_text("\ufeff" + json.dumps(OWN) + "\r\n\r\n" + json.dumps(OWN), encoding="utf-8")
+    assert len(read_questions(file)) == 2
+    file.write_bytes(b"\xef\xbb\xbf\n [" + json.dumps(OWN).encode() + b",\n" + json.dumps(CTXS).encode() + b"]")
+    with pytest.raises(InvalidInputError, match="row 1: the field 'passages' is missing"):
+        read_questions(file)
     # One object over several lines is said to be that
     file = tmp_path / "rows.json"
     file.write_text(json.dumps(OWN, indent=2))

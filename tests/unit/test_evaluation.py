@@ -450,6 +450,7 @@ def test_what_a_run_left_out_does_not_have_and_mixed_is_said() -> None:
     # Rows that are all alike give no interval
     alike = summarise(evaluation([ROWS[0]]), SCORERS)
     assert "has the same value in all rows" in notes(alike)[-1] and "+0.0 [" not in rendered(alike)
+    assert alike["methods"][2]["scores"]["f1"]["all"]["difference"] == {"n": 1, "mean": 0, "low": None, "high": None}
     # Without any gold answer agreement is still reported
     rows = [replace(row, answers=[]) for row in ROWS]
     summary = summarise(evaluation(rows), SCORERS)
@@ -604,7 +605,7 @@ def demo_evaluation(rows: list[tuple[str, str]]) -> dict[str, Any]:
         ]
         found.append(RowResult(number, str(number), category, ["Vaden"], cells))
     whole = Evaluation({"model": "m"}, DEMO_METHODS, (None,), found)
-    return with_cells(summarise(whole, [ExactMatch()], resamples=2), whole, [ExactMatch()])
+    return with_cells(summarise(whole, [ExactMatch()]), whole, [ExactMatch()])
 
 
 def test_results_by_method() -> None:

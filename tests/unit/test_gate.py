@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.question_selectors import Hybrid
-from cacheblend.core.select.selectors import AllRows, Gradual, Hkvd
+from cacheblend.core.select.selectors import Gradual, Hkvd, NoRows
 from cacheblend.engines.bounds import allowed_errors, lower_bound, needed_rows, reaches, share_interval
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.evaluation import gate
@@ -114,10 +114,10 @@ def test_the_grid() -> None:
     for candidate in found:
         assert BlendConfig(**candidate.settings).make_selector() == candidate.selector()
     # The grid takes what a user names
-    found = grid(12, ["hkvd", "all"], [0.2])
-    assert [candidate.name for candidate in found] == ["hkvd@1 r=0.2", "hkvd@2 r=0.2", "all"]
-    assert found[0].selector() == Hkvd((1,), (0.2,))
-    assert found[-1].selector() == AllRows()
+    found = grid(12, ["hkvd", "none"], [0.2])
+    assert [candidate.name for candidate in found] == ["none", "hkvd@1 r=0.2", "hkvd@2 r=0.2"]
+    assert found[1].selector() == Hkvd((1,), (0.2,))
+    assert found[0].selector() == NoRows()
     assert grid(12, ["gradual"], [0.2])[0].selector() == Gradual(0.2)
     found = grid(2, ["hkvd", "gradual"], [0.2])
     assert [candidate.name for candidate in found] == ["hkvd@1 r=0.2", "gradual r=0.2"]
@@ -127,8 +127,10 @@ def test_the_grid() -> None:
                                                        "hkvd@2:measure=v r=0.2"]  # fmt: skip
     assert found[0].settings == {"selector": "query", "pool": 8, "recompute_ratio": 0.2}
     assert found[1].selector() == Hkvd((1,), (0.2,), "v")
-    # What has no ratio is tried once
-    assert [candidate.name for candidate in grid(12, ["threshold:threshold=5"] * 2)] == ["threshold:threshold=5"]
+    # Equal selectors are measured once, and one without a ratio is named without it
+    found = grid(12, ["threshold:threshold=5", "hkvd", "hkvd:measure=kv", "head", "head"], [0.2, 0.3])
+    assert [each.name for each in found if "threshold" in each.name] == ["threshold:threshold=5"]
+    assert len(found) == 1 + 4 + 2
     # Expected compute of rows that are all loaded
     by_name = {candidate.name: expected_compute(candidate, 10) for candidate in grid(10, ratios=[0.2])}
     assert by_name["hkvd@1 r=0.2"] == pytest.approx((1 + 0.2 * 9) / 10)
@@ -158,7 +160,12 @@ def test_counts_bars_and_grids_that_cannot_be_are_refused() -> None:
         with pytest.raises(InvalidInputError):
             Bar(**wrong)  # type: ignore[arg-type]
     few = "too few for the check layers of gradual"
-    for arguments, message in (((12, ["best"]), "'best'"), ((12, [], [2.0]), "0..1"), ((1, ["gradual"]), few)):
+    for arguments, message in (
+        ((12, ["best"]), "'best'"),
+        ((12, [], [2.0]), "0..1"),
+        ((2, ["all"]), "compared with"),
+        ((1, ["gradual"]), few),
+    ):
         with pytest.raises(InvalidInputError, match=message):
             grid(*arguments)  # type: ignore[arg-type]
 

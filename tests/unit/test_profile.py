@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cacheblend.core.profile import Measurement, Profile, quality_settings
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selection import Selection, selection_fields
 from cacheblend.core.select.selectors import AllRows, Gradual
+from cacheblend.engines.files import write_whole
 from cacheblend.engines.settings import (
     PROFILE_NAME,
     BlendSettings,
@@ -129,6 +131,18 @@ def test_files_that_are_damaged_or_cannot_be_written(tmp_path: Path, monkeypatch
         (tmp_path / PROFILE_NAME).write_text(text)
         with pytest.raises(InvalidInputError, match=PROFILE_NAME.replace(".", r"\.")):
             read_profile(tmp_path / PROFILE_NAME)
+    # A link stays one, a pipe is just written to, and what fails leaves the file
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    reading, writing = os.pipe()
+    for name in ("link", f"/proc/self/fd/{writing}"):
+        write_whole(tmp_path / name, "whole")
+    assert (tmp_path / "link").is_symlink() and os.read(reading, 9) == b"whole"
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "link", "\ud800")
+    assert (tmp_path / "file").read_text() == "whole"
+    (tmp_path / "apart").symlink_to(tmp_path / "gone" / "file")
+    with pytest.raises(InvalidInputError, match="No such file or directory; name another place"):
+        check_writable(tmp_path / "apart")
 
     def refuse(self: Path, *_: Any, **__: Any) -> int:
         raise PermissionError(13, "Permission denied", str(self))

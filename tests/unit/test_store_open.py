@@ -27,6 +27,7 @@ from cacheblend.store.open import (
     FolderPlace,
     MemoryPlace,
     TieredPlace,
+    existing_url,
     page_locking,
     parse_seconds,
     parse_store_url,
@@ -59,6 +60,12 @@ def test_sizes_times_memory_and_folders(tmp_path: Path, monkeypatch: pytest.Monk
             lasting_url(url)
     with pytest.raises(InvalidInputError, match="has no option 'ttl'"):
         lasting_url("memory://?ttl=1d, file:///a")
+    for url, there in (
+        (f"file://{tmp_path}, file:///no/a", f"file://{tmp_path}"),
+        ("no/a", "memory"),
+        ("s3://a", "s3://a"),
+    ):
+        assert existing_url(url) == there
     for url in (None, "memory", "memory://"):  # memory, and folders
         store = open_store(url)
         assert isinstance(store, MemoryStore)

@@ -15,7 +15,7 @@ from cacheblend.core.cost.cost_model import CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source
-from cacheblend.engines.settings import read_cost_model, write_cost_model
+from cacheblend.engines.settings import load_cost_model, write_cost_model
 from cacheblend.engines.vllm.scheduler.load_control import RATIO_STEP, LoadChoice, LoadControl
 from campaign import share
 from unit.test_controller import plan_of
@@ -235,13 +235,14 @@ def test_a_cost_models_file_is_where_it_starts(tmp_path: Path) -> None:
     assert opened(known).decide(exact) == LoadChoice(exact) and exact.left_out, "an exact prefix alone stays as it is"
     write_cost_model(tmp_path / "cost.json", known, "weights", "cpu", STORED)
 
-    def start(fingerprint: str = "weights", device: str = "cpu", layout: KVLayout = STORED) -> LoadControl:
-        return opened(read_cost_model(tmp_path / "cost.json", fingerprint, layout, device))
+    def start(**other: str) -> LoadControl:
+        measured = {"model": "weights", "codec": "raw", "device": "cpu"}
+        return opened(load_cost_model(tmp_path / "cost.json", **measured | other))
 
     assert start().cost_model == known and start().decide(plan_of(["disk"])).is_all_left_out
-    for others in (("others",), ("weights", "cuda"), ("weights", "cpu", replace(STORED, codec="int8"))):
+    for others in ({"model": "others"}, {"device": "cuda"}, {"codec": "int8"}):
         with pytest.raises(InvalidInputError, match="was measured"):
-            start(*others)
+            start(**others)
     assert opened().cost_model is None
 
 

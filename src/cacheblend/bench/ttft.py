@@ -260,9 +260,11 @@ def _prompt_facts(settings: TtftSettings) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Table:
     """The result for people, 80 columns wide."""
+    on_disk = any(arm["store"] == "disk" for arm in result["arms"])
+    disk = "; disk: a folder in $TMPDIR, whose files were just written and may be in memory" if on_disk else ""
     out = Table(
         title=Text(f"Time to first token, {result['model']}", "table.title"),
-        caption="gain: full / method; loaded: tokens from the store; again: recomputed",
+        caption=f"gain: full / method; loaded: tokens from the store; again: recomputed{disk}",
         **PLAIN,
     )
     for column in ("method", "store"):

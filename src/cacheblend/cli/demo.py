@@ -80,6 +80,9 @@ def demo(
             size = f"{engine.runtime.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.1f} M parameters"
             with progress_bars(quiet=json) as advance:
                 result = run_demo(engine, rows, ratio, advance)
+    if keep is not None:
+        for name, lines in (("passages", map(dumps, result["passages"])), ("questions", question_lines(rows))):
+            (keep / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     result["pretrained"] = _pretrained(json)
     count, about = len(result["passages"]), f"{size}; {result['evaluation']['cells'][0]['machine']}"
     result = {"seed": seed, "settings": settings, **result, "plot": None if picture is None else str(picture)}
@@ -89,9 +92,6 @@ def demo(
         asked = len(result["questions"])
         title = f"{count} passages stored once; {asked} questions, each over the passages in another order"
         draw_demo_plot(result["methods"], picture, title=title, remark=f"The small model that ships: {about}")
-    if keep is not None:
-        for name, lines in (("passages", map(dumps, result["passages"])), ("questions", question_lines(rows))):
-            (keep / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     if json:
         output.print_json(result)
         return

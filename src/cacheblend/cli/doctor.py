@@ -1,7 +1,6 @@
 """`cacheblend doctor`: can this model be blended, and how much must be recomputed to keep its answers."""
 
-import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.cli import models, options, output
-from cacheblend.cli.option_groups import option
+from cacheblend.cli.option_groups import changed, option, refuse_unused
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.folders import name_of
+from cacheblend.engines.folders import name_of, shipped_folder
 
 if TYPE_CHECKING:
     from cacheblend.evaluation.gate import Bar, GateResult, Tried
@@ -50,9 +49,7 @@ def doctor(
     device: options.DeviceOptions,
     questions: options.QuestionOptions,
     gate: QualityOptions,
-    anchor: options.Anchor = "auto",
-    anchor_text: options.AnchorText = None,
-    codec: options.Codec = "raw",
+    stored: options.PassageOptions,
     store: options.StoreOptions = options.IN_MEMORY,
     json: options.AsJson = False,
 ) -> None:
@@ -61,14 +58,11 @@ def doctor(
     With --quality, on your own prompts (598 rows or more for the defaults): find the cheapest setting that is shown to
     agree with full recompute, and write it as the model's profile. Exit code 1: no setting was shown to.
     """
-    chosen, stored = model.chosen(), {"anchor": anchor, "anchor_text": anchor_text, "codec": codec}
+    chosen = model.chosen()
     if not gate.quality:
-        given = (*vars(gate).items(), *vars(questions).items(), *stored.items(), *vars(store).items())
-        plain = vars(QualityOptions()) | vars(options.QuestionOptions()) | vars(options.IN_MEMORY)
-        plain |= {"anchor": "auto", "anchor_text": None, "codec": "raw"}
-        if unused := [name for name, value in given if value != plain[name]]:
-            name = "format" if unused[0] == "form" else unused[0].replace("_", "-")
-            raise InvalidInputError(f"--{name} is for the quality gate; add --quality")
+        of_gate = (gate, QualityOptions()), (questions, options.QuestionOptions())
+        of_store = (stored, options.PassageOptions()), (store, options.IN_MEMORY)
+        refuse_unused(changed(*of_gate, *of_store), "without --quality")
         if not _examine(chosen, device, json):
             raise typer.Exit(1)
         return
@@ -83,14 +77,16 @@ def doctor(
 
     folder, file = chosen.model, questions.file
     profile = None if gate.dry_run else gate.profile or folder / PROFILE_NAME
-    bar = Bar(threshold=gate.threshold, confidence=gate.confidence, answer_tokens=gate.max_tokens)
+    if profile is not None and gate.profile is None and folder.resolve() == shipped_folder():
+        raise InvalidInputError("the profile of the model that ships stays as it is; give --profile FILE, or --dry-run")
     settings = questions.settings(None, gate.max_tokens)
-    bar = replace(bar, stop=settings.template.stop, scorer=WordF1())
-    asked, bad = questions.read(file)
-    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""  # now: in hours it may be another
+    bar = Bar(
+        gate.threshold, gate.confidence, answer_tokens=gate.max_tokens, stop=settings.template.stop, scorer=WordF1()
+    )
+    asked, bad, digest = questions.read(file)
     if profile is not None:
         check_writable(profile)
-    config = BlendConfig.of(stored | {"capture": False, "load_timeout_s": models.PATIENT_S})
+    config = BlendConfig.of(stored.settings() | {"capture": False, "load_timeout_s": models.PATIENT_S})
     tried = gate.selector or (), gate.ratio or ()
     if (layers := layers_of(folder)) is not None:
         grid(layers, *tried)  # refuses unknown selectors before the model is opened
@@ -102,8 +98,9 @@ def doctor(
         )
     with models.open_engine(folder, store.store, config, device, quiet=json) as engine:
         candidates, rows = grid(engine.runtime.survey.num_layers, *tried, engine.runtime.survey.fit_selector), []
-        for row in questions.split(engine, asked, settings, bad):
-            rows.append(GateRow(settings.template.parts(engine, row.passages, row.question), row.answers))
+        for case in questions.cases(engine, asked, settings, bad):  # without a prompt: it is too long, which is counted
+            prompt = case.prompts.get(None) or settings.template.parts(engine, case.row.passages, case.row.question)
+            rows.append(GateRow(prompt, case.row.answers))
         with output.progress("asking", "rows", quiet=json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=gate.seed, progress=advance)
         written, failed = profile if result.verdict != "too few rows" else None, None
@@ -188,7 +185,7 @@ def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str
     if 0 < labelled < bar.needed_f1_rows:
         notes.append(
             f"{labelled} confirmed rows have gold answers: the F1 bound decides with them, but with fewer than "
-            f"{bar.needed_f1_rows} a rare, large loss may not have occurred at all"
+            f"{bar.needed_f1_rows} F1 is not shown: a rare, large loss may not have occurred at all"
         )
     wanted = f"{100 * bar.threshold:g} % agreement of first tokens with full recompute, at {100 * bar.confidence:g} %"
     if chosen is not None and chosen.found is not None:
@@ -201,7 +198,7 @@ def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str
     elif result.verdict == "too few rows":
         verdict = (
             f"too few rows to decide: {result.passage_sets} rows have different passages, {wanted} needs "
-            f"{2 * bar.needed_rows} without an error (half to search, half to confirm); nothing was confirmed"
+            f"{2 * bar.needed_rows} in which something is blended, without an error (half to search, half to confirm)"
         )
     else:
         verdict = f"no setting was shown to hold {wanted}"
@@ -209,12 +206,8 @@ def _show(result: "GateResult", model: Path, written: Path | None, bad: list[str
     for line in notes:
         out.print(f"note: {line}", style="yellow", soft_wrap=True)
     out.print(verdict, style="bold green" if chosen else "bold red", soft_wrap=True)
-    if written is not None:
-        out.print(f"profile written to {written}", soft_wrap=True)
-    elif result.verdict != "too few rows":
-        out.print("no profile written (--dry-run)")
-    else:
-        out.print(f"no profile written; {name_of(model)} stays as it is", soft_wrap=True)
+    kept = f"no profile written; {name_of(model)} stays as it is"
+    out.print(kept if written is None else f"profile written to {written}", soft_wrap=True)
 
 
 def _table(title: str, tried: list["Tried"], bar: "Bar") -> Table:

@@ -1,31 +1,27 @@
 """`cacheblend evaluate`: parses options, shows and writes results; what is evaluated is in `cacheblend.evaluation`."""
 
-import json as json_text
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cacheblend.cli import options, output
 from cacheblend.cli.models import PATIENT_S, needed_model, open_engine
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.folders import model_folder
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
+class EvaluateOptions(options.PassageOptions):
     """What is asked, of which model, and how answers are scored."""
 
+    panel: ClassVar = options.SCORES
     model: options.OptionalModel = None
     top_k: options.TopK = None
     max_tokens: options.MaxTokens = 32
     answers: options.Answers = "gold"
     scorer: options.Scorers = None
     seed: options.Seed = 0
-    anchor: options.Anchor = "auto"
-    anchor_text: options.AnchorText = None
-    codec: options.Codec = "raw"
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def evaluate(
     file = questions.file
     if file is None:
         raise InvalidInputError("there is nothing to ask: give --data FILE")
-    rows, bad = questions.read(file)  # before the model is opened, which takes longer
+    rows, bad, _ = questions.read(file)  # before the model is opened, which takes longer
     folder = needed_model(what.model)
 
     from cacheblend.core.config import BlendConfig
@@ -79,21 +75,21 @@ def evaluate(
     names = tuple(what.scorer or ("em", "f1"))
     check_scorers(names)
     choose = partial(make_methods, **method.choices())
-    planned, layers = choose(profile=BlendConfig()), layers_of(model_folder(folder))
+    planned, layers = choose(profile=BlendConfig()), layers_of(folder)
     for each in planned:
         if layers is not None and each.label.family != PROFILE:  # a profile is not read yet
             each.check(layers)
     settings = replace(questions.settings(what.top_k, what.max_tokens), answers=what.answers)
-    config = {"anchor": what.anchor, "anchor_text": what.anchor_text, "codec": what.codec, "load_timeout_s": PATIENT_S}
+    config = what.settings() | {"load_timeout_s": PATIENT_S}
     with open_engine(folder, store.store, config, device, quiet=to.json) as engine:
         assert engine.runtime.builder is not None  # a model folder is opened with its tokenizer
         methods = choose(profile=engine.runtime.settings.config)
-        split = questions.split(engine, rows, settings, bad)
+        cases = questions.cases(engine, rows, settings, bad)
         if settings.template.chat is None and not settings.template.is_chat(engine):
             output.say(f"{engine.name} has no chat template: plain prompts")
         name = f"{engine.name}-{file.stem}"
         with progress_bars(quiet=to.json) as advance:
-            found = evaluate(engine, split, methods, settings=settings, out=to.folder, name=name, progress=advance)
+            found = evaluate(engine, cases, methods, settings=settings, out=to.folder, name=name, progress=advance)
         output.say(f"blend: {engine.runtime.settings.source}")
         if found.resumed:
             output.say(f"{found.resumed} of {len(found.rows)} rows were there already")
@@ -113,14 +109,13 @@ def evaluate(
 
 def keep_summary(summary: dict[str, Any], data: str, folder: Path) -> tuple[dict[str, Any], list[Path]]:
     """Writes figures and plots to `folder`; returns the summary with machine, versions and commit, and the plots."""
-    from cacheblend.engines.files import write_whole
     from cacheblend.engines.provenance import stamp
     from cacheblend.evaluation.plots import draw
     from cacheblend.evaluation.scorers import INSTALL
 
     summary = {"data": data, **summary, **stamp()}
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "summary.json", json_text.dumps(summary, ensure_ascii=False, indent=2) + "\n")
+    output.write_json(folder / "summary.json", summary)
     if output.can_draw():
         return summary, draw(summary, folder, data=data)
     output.say(f"no plots are drawn, that needs matplotlib: {INSTALL}")

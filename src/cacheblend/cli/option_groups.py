@@ -97,6 +97,13 @@ def _flag(option: inspect.Parameter) -> str:
     return option.name.upper()
 
 
+def changed(*groups: tuple[Any, Any]) -> dict[str, object]:
+    """The options of groups by their names, each group with its defaults: None for those that have them."""
+    values = [(of, getattr(group, of.name), getattr(plain, of.name)) for group, plain in groups for of in fields(group)]
+    named = [(_flag(_parameter(of.name, of.type, of if of.metadata else of.default)), *pair) for of, *pair in values]
+    return {flag: None if value == plain else value for flag, value, plain in named}
+
+
 def refuse_unused(given: Mapping[str, object], where: str) -> None:
     """Raises `InvalidInputError` for options that were given and have no effect there, by their names."""
     if unused := [name for name, value in given.items() if value is not None]:

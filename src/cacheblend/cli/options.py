@@ -5,6 +5,7 @@ Defaults are `BlendConfig`'s; they are written out here because importing it tak
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine, SamplingParams
     from cacheblend.evaluation import Settings
+    from cacheblend.evaluation.runner import Case
 
 MODEL, PROMPT, BLENDING, OUTPUT = "Model", "Prompt", "Blending", "Output"
 METHODS, SCORES = "Methods", "Scores"
@@ -183,14 +185,24 @@ class SelectionOptions:
 
 
 @dataclass(frozen=True)
-class ChunkOptions:
-    """How chunks are computed, cut and stored; part of the names of their blocks."""
+class PassageOptions:
+    """How passages are computed and compressed, which changes answers."""
 
     panel: ClassVar = BLENDING
     anchor: Anchor = "auto"
     anchor_text: AnchorText = None
-    block_size: int = option(256, "Tokens of a block at most.", least=1, most=MOST_TOKENS)
     codec: Codec = "raw"
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of `BlendConfig`."""
+        return {f.name: getattr(self, f.name) for f in fields(PassageOptions)}
+
+
+@dataclass(frozen=True)
+class ChunkOptions(PassageOptions):
+    """How chunks are computed, cut and stored; part of the names of their blocks."""
+
+    block_size: int = option(256, "Tokens of a block at most.", least=1, most=MOST_TOKENS)
     salt: str = option("", "Separates tenants who share a store.")
 
     def settings(self) -> dict[str, Any]:
@@ -367,12 +379,14 @@ class QuestionOptions:
             raise InvalidInputError(f"--data is given {len(self.data)} times; give one")
         return self.data[0] if self.data else None
 
-    def read(self, file: Path) -> "tuple[list[QuestionRow], list[str]]":
-        """The first rows of a file that can be used, at most `limit`, and the reasons for those that cannot."""
+    def read(self, file: Path) -> "tuple[list[QuestionRow], list[str], str]":
+        """The first rows that can be used, at most `limit`; why others cannot; the SHA-256 of what was read."""
         from cacheblend.data import read_questions
 
-        bad: list[str] = []
-        return read_questions(file, self.form, bad=bad if self.skip_bad else None, limit=self.limit), bad
+        bad, digest = list[str](), sha256()
+        skipped = bad if self.skip_bad else None
+        rows = read_questions(file, self.form, bad=skipped, limit=self.limit, seen=digest.update)
+        return rows, bad, digest.hexdigest()
 
     def settings(self, top_k: Sequence[int] | None, tokens: int) -> "Settings":
         """Settings of an evaluation, with so many tokens of an answer."""
@@ -385,15 +399,15 @@ class QuestionOptions:
             chosen = replace(chosen, chat=self.chat)
         return Settings(chosen, tuple(dict.fromkeys(top_k)) if top_k else (None,), tokens)
 
-    def split(
+    def cases(
         self, engine: "BlendEngine", rows: "Sequence[QuestionRow]", settings: "Settings", bad: list[str]
-    ) -> "list[QuestionRow]":
-        """The rows, LongBench contexts cut into passages; with ``--skip-bad`` without those noted in `bad`. Raises
-        `BadRowError`: a row that makes no valid prompt."""
+    ) -> "list[Case]":
+        """The rows with their prompts, LongBench contexts cut into passages; with ``--skip-bad`` without those noted in
+        `bad`. Raises `BadRowError`: a row that makes no valid prompt."""
         from cacheblend.data.questions import split_contexts
-        from cacheblend.evaluation import usable_rows
+        from cacheblend.evaluation import make_cases
 
         builder = engine.runtime.builder
         assert builder is not None  # a model folder is opened with its tokenizer
         split = split_contexts(rows, lambda text: len(builder.encode(text)), self.chunk_tokens)
-        return usable_rows(engine, settings, split, bad if self.skip_bad else None)
+        return make_cases(engine, settings, split, bad if self.skip_bad else None)

@@ -50,7 +50,7 @@ def plan(
     if cost_model is not None:
         from cacheblend.engines.settings import load_cost_model
 
-        measured = load_cost_model(cost_model, codec)
+        measured = load_cost_model(cost_model, codec=codec)
         speeds = {name: tier.bytes_per_s for name, tier in measured.tiers.items()}
         seconds = measured.full_s(context)
     offered = [Device.parse(text, speeds) for text in device or DEVICES.split()]

@@ -49,7 +49,7 @@ def sync(
     from cacheblend.engines.hf import DocumentSync
     from cacheblend.engines.tokens.chunker import Cutting
     from cacheblend.store import lasting_url
-    from cacheblend.store.open import FolderPlace, parse_store_url, shown_url
+    from cacheblend.store.open import existing_url, shown_url
 
     def readable() -> "Iterator[Document]":
         for document in found.documents():
@@ -63,10 +63,7 @@ def sync(
     found = read_documents(source, getattr(sys.stdin, "buffer", None))  # which may be closed
     config = BlendConfig(**stored.settings(), discover=False)
     lasting, before = lasting_url(store.store), failures()
-    place = parse_store_url(lasting)
-    is_new = isinstance(place, FolderPlace) and not place.path.expanduser().exists()
-    used = "memory" if dry_run and is_new else lasting  # a folder that is opened is made
-    with open_engine(model.model, used, config, device, quiet=json) as engine:
+    with open_engine(model.model, existing_url(lasting) if dry_run else lasting, config, device, quiet=json) as engine:
         system = layout.build(engine, [("?", "")], "?") if config.anchor == "system" else None
         work = DocumentSync(engine, collection=collection, cutting=cutting, system=system, dry_run=dry_run)
         vanished, failed = work.vanished(found.ids, max_drop), dict[str, str]()

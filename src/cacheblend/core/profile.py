@@ -20,7 +20,7 @@ class Measurement:
 
     model: str = ""  # name of the model's folder, for display
     data: str = ""  # name of the file with the evaluated rows
-    data_sha256: str = ""  # hex digest of that file; empty where there was no file
+    data_sha256: str = ""  # hex digest of what was read of that file; empty where there was no file
     rows: int = 0  # rows of the confirmation, none of which the search had used
     threshold: float = 0.0  # required agreement of first tokens with full recompute
     confidence: float = 0.0  # of the one-sided bounds, over all attempts together
@@ -28,6 +28,7 @@ class Measurement:
     agreement: float | None = None
     bound: float | None = None  # lower bound of the agreement
     compute: float | None = None  # share of a full prefill's work, algorithm.md section 7
+    f1_rows: int = 0  # rows with gold answers; few of them show no F1 (docs/evaluation.md)
     f1_difference: float | None = None  # mean F1 minus that of full recompute; None without gold answers
     f1_bound: float | None = None  # lower bound of that difference
     dtype: str = ""  # of the weights

@@ -1,7 +1,7 @@
 """Reads text and JSON files, and fields of their rows; every error names the file and the place in it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a truth value
 
 def read_text(path: Path) -> str:
     """The text of a file, with Unix line ends. Raises `InvalidInputError`: it cannot be read, or is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
-    except OSError as error:
-        raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path} is not UTF-8: byte {error.start} ({error.reason})") from error
+    return "".join(_lines(path, len)).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -29,26 +24,46 @@ def parse_json(text: str, where: str) -> Any:
         raise InvalidInputError(f"{where}: not JSON: {error}") from error
 
 
-def read_items(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Yields (place, number, value) of each row: of a JSON list, numbered from 0, or of JSON lines, from 1. Raises
-    `InvalidInputError`: it cannot be read, or is not JSON of either kind."""
-    text = read_text(path)
-    if text.lstrip()[:1] == "[":
-        yield from ((f"{path}, row {n}", n, item) for n, item in enumerate(parse_json(text, str(path))))
-        return
-    is_object = False
-    with suppress(ValueError, RecursionError):
-        is_object = isinstance(json.loads(text), dict)
-    if is_object and "\n" in text.strip():
-        raise InvalidInputError(
-            f"{path}: it is one JSON object over several lines; put rows into a list, [{{...}}, {{...}}], or each on "
-            "one line"
-        )
-    # Not splitlines(): JSON strings may contain U+2028 and similar unescaped.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield where, number, parse_json(line, where)
+def read_items(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[tuple[str, int, Any]]:
+    """Yields (place, number, value) of each row: of a JSON list, numbered from 0, or of JSON lines, from 1, which are
+    read one by one. `seen` is called with all that is read. Raises `InvalidInputError`: it cannot be read, or is not
+    JSON of either kind."""
+    lines, is_first = _lines(path, seen), True
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        if is_first and line.lstrip()[:1] == "[":
+            items = parse_json("\n" * (number - 1) + line + "".join(lines), str(path))
+            yield from ((f"{path}, row {n}", n, item) for n, item in enumerate(items))
+        elif line.strip():
+            try:
+                item = parse_json(line, where)
+            except InvalidInputError:
+                whole = None
+                with suppress(ValueError, RecursionError):
+                    whole = json.loads(line + "".join(lines)) if is_first else None
+                if isinstance(whole, dict):
+                    raise InvalidInputError(
+                        f"{path}: it is one JSON object over several lines; put rows into a list, [{{...}}, {{...}}], "
+                        "or each on one line"
+                    ) from None
+                raise
+            yield where, number, item
+            is_first = False
+
+
+def _lines(path: Path, seen: Callable[[bytes], object]) -> Iterator[str]:
+    """The lines of a file. Only line feeds end them: JSON strings may contain U+2028 and similar unescaped."""
+    at = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                seen(line)
+                yield line.decode("utf-8" if at else "utf-8-sig")
+                at += len(line)
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} is not UTF-8: byte {at + error.start} ({error.reason})") from error
 
 
 def kind(value: Any) -> str:

@@ -68,19 +68,25 @@ class BadRowError(InvalidInputError):
 
 
 def read_questions(
-    path: Path, form: str = "auto", *, bad: list[str] | None = None, limit: int | None = None
+    path: Path,
+    form: str = "auto",
+    *,
+    bad: list[str] | None = None,
+    limit: int | None = None,
+    seen: Callable[[bytes], object] = len,
 ) -> list[QuestionRow]:
     """Reads the rows of a file, the first `limit` that can be used, or all; the form ``auto`` is detected from the
     fields of the first of them.
 
     `bad` gets the reasons for rows that cannot be used, which are left out; None: the first one is a `BadRowError`.
+    `seen` is called with the bytes that are read, which end with the last row of a limit.
     Raises `InvalidInputError`: the file cannot be read, or has no rows that can be used.
     """
     if form not in FORMATS:
         raise InvalidInputError(f"there is no format {form!r}; choose from {', '.join(FORMATS)}")
     rows: list[QuestionRow] = []
     reasons: list[str] = []
-    for number, (where, _, item) in enumerate(read_items(path)):
+    for number, (where, _, item) in enumerate(read_items(path, seen)):
         try:
             row = as_object(item, where)
             if not row:
@@ -142,7 +148,9 @@ def question_lines(rows: Sequence[QuestionRow]) -> Iterator[str]:
 
 
 def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> QuestionRow:
+    """A row; an optional field that is null counts as absent."""
     names = question, passages, category, own_id = _FIELDS[form]
+    item = {name: value for name, value in item.items() if value is not None or name in (question, passages)}
     places = dict(zip(names, (f"{where}, field {name!r}" for name in names), strict=True))
     is_context, remove = form == "longbench", "remove the row"
     if is_context:
@@ -153,7 +161,7 @@ def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> Q
     texts = (Passage(context),) if is_context else _passages_in(item, passages, where)
     # LongBench's summarisation tasks have an empty question.
     asked = as_text(required(item, question, where), places[question], None if is_context else remove)
-    answers = [] if item.get("answers") is None else read_list(item, "answers", where)
+    answers = read_list(item, "answers", where) if "answers" in item else []
     for index, answer in enumerate(answers):
         as_text(answer, f"{where}, answers[{index}]", "remove empty answers")
     found_id = item.get(own_id, number)

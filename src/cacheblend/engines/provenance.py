@@ -20,22 +20,24 @@ def stamp() -> dict[str, Any]:
     return {"machine": machine(), "versions": versions(), "commit": commit()}
 
 
-def machine() -> dict[str, Any]:
-    """Processor, the instructions it offers, cores, memory in GiB, accelerator, threads."""
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """Processor, the instructions it offers, cores, memory in GiB, accelerator, threads. `device`: that was used; None:
+    the CUDA device in use, if there is one."""
+    has_gpu = torch.cuda.is_available() and (device is None or device.type == "cuda")
     return {
         "processor": _processor(),
         "instructions": instructions(),
         "cores": torch.multiprocessing.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "accelerator": torch.cuda.get_device_name(device) if has_gpu else None,
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
-def machine_line() -> str:
+def machine_line(device: torch.device | None = None) -> str:
     """Processor, accelerator and threads in one line: what measured times depend on."""
-    found = machine()
+    found = machine(device)
     parts = [found["processor"], found["accelerator"], f"{found['threads']} thread" + "s" * (found["threads"] != 1)]
     return ", ".join(part for part in parts if part)
 

@@ -185,7 +185,7 @@ def write_profile(file: Path, profile: Profile) -> None:
 def check_writable(file: Path) -> None:
     """Raises `InvalidInputError` if a profile cannot be written there; called before hours of measuring."""
     with _written(file):
-        write_whole(fresh := file.with_name(f"{file.name}.new"), "")
+        write_whole(fresh := file.resolve().with_name(f"{file.name}.new"), "")  # a link's place is its target's
         fresh.unlink(missing_ok=True)  # another run, which checks the same place
 
 
@@ -205,35 +205,15 @@ def _written(file: Path) -> Iterator[None]:
 
 
 def write_cost_model(path: Path, cost_model: CostModel, fingerprint: str, device: str, layout: KVLayout) -> None:
-    """Writes a cost model for `read_cost_model`, with the model's fingerprint and the kind of device, such as
+    """Writes a cost model for `load_cost_model`, with the model's fingerprint and the kind of device, such as
     ``cuda``."""
     what = {"format": COST_FORMAT, "model": fingerprint, "device": device, "codec": layout.codec}
     write_whole(path, json.dumps(what | cost_model.to_dict(), indent=1) + "\n")
 
 
-def load_cost_model(path: str | Path, codec: str | None = None) -> CostModel:
-    """Reads a cost model of any model. Raises `InvalidInputError`, also where it was measured with another codec."""
-    data = _cost_data(path)
-    if codec is not None and codec != data.get("codec"):
-        raise InvalidInputError(f"the cost model {path} was measured with the codec {data.get('codec')}, not {codec}")
-    return CostModel.from_dict(data)
-
-
-def read_cost_model(path: str | Path, fingerprint: str, layout: KVLayout, device: str) -> CostModel:
-    """Reads the cost model of this model, codec and kind of device. Raises `InvalidInputError`: it cannot be read, or
-    was measured on another model, codec or kind of device."""
-    data = _cost_data(path)
-    if data.get("model") != fingerprint:
-        raise InvalidInputError(f"the cost model {path} was measured on another model; measure this one")
-    for what, found, wanted in (("codec", data.get("codec"), layout.codec), ("device", data.get("device"), device)):
-        if found != wanted:
-            raise InvalidInputError(
-                f"the cost model {path} was measured with {what} {found}, not {wanted}; measure again"
-            )
-    return CostModel.from_dict(data)
-
-
-def _cost_data(path: str | Path) -> dict[str, Any]:
+def load_cost_model(path: str | Path, **wanted: str) -> CostModel:
+    """Reads a cost model. Raises `InvalidInputError`: it cannot be read, or was measured on another ``model`` (a
+    fingerprint), ``codec`` or kind of ``device`` than is wanted."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -242,7 +222,11 @@ def _cost_data(path: str | Path) -> dict[str, Any]:
         raise InvalidInputError(
             f"{path} is no cost model of format {COST_FORMAT}; make one with `cacheblend calibrate`"
         )
-    return data
+    for what, value in wanted.items():
+        if (found := data.get(what)) != value:
+            how = "on another model" if what == "model" else f"with the {what} {found}, not {value}"
+            raise InvalidInputError(f"the cost model {path} was measured {how}; measure again")
+    return CostModel.from_dict(data)
 
 
 def controller_of(cost_model: CostModel, config: BlendConfig, layout: KVLayout) -> Controller:

@@ -30,7 +30,6 @@ HEADS = "head:recency=1,correction=0.5"
 (docs/log.md, 2026-11-27)."""
 SELECTORS = (HEADS, "hkvd", "gradual", "query", named("query", FOLLOWING), "hybrid", NARROWING)
 HKVD_CHECKS = (1, 2)
-WITHOUT_RATIO = {"all": 1.0, "none": 0.0}
 
 
 @dataclass(frozen=True)
@@ -51,33 +50,34 @@ def grid(
     fit: Callable[[Selector], object] = lambda selector: None,
 ) -> list[Candidate]:
     """Candidates for a model of so many layers, sorted by expected compute, ascending; those with check layers beyond
-    it are left out. `selectors`: names of `Selection`, ``gradual`` (hkvd without check layers) and ``narrowing`` (see
-    `NARROWING_SHARES`), optionally with further settings (see `SelectorChoice`); empty: `SELECTORS`. `ratios`: shares
-    of loaded tokens to recompute; empty: `RATIOS`. `fit` raises `InvalidInputError` for a selector that the model
-    cannot have; of `SELECTORS` such are left out. Raises `InvalidInputError`: an unknown selector, a ratio outside
-    0..1, or a model with too few layers for all of them."""
+    it are left out, and equal ones. `selectors`: names of `Selection` but ``all``, ``gradual`` (hkvd without check
+    layers) and ``narrowing`` (see `NARROWING_SHARES`), optionally with further settings (see `SelectorChoice`); empty:
+    `SELECTORS`. `ratios`: shares of loaded tokens to recompute; empty: `RATIOS`. `fit` raises `InvalidInputError` for a
+    selector that the model cannot have; of `SELECTORS` such are left out. Raises `InvalidInputError`: an unknown
+    selector, a ratio outside 0..1, or a model with too few layers for all of them."""
     for ratio in ratios:
         check_ratio(ratio)
     names = selectors or SELECTORS
-    found = [c for name in dict.fromkeys(names) for c in _of_selector(name, tuple(ratios or RATIOS), layers)]
-    for each in list(found):
+    found = dict[str, Candidate]()  # by selector: equal ones are measured once
+    for each in (c for name in names for c in _of_selector(name, tuple(ratios or RATIOS), layers)):
         selector = each.selector()  # refuses invalid settings
         try:
             fit(selector)
         except InvalidInputError:
             if selectors:
                 raise
-            found.remove(each)
+        else:
+            found.setdefault(repr(selector), each)
     if not found:
         raise InvalidInputError(f"a model of {layers} layers has too few for the check layers of {', '.join(names)}")
-    return sorted(found, key=lambda candidate: expected_compute(candidate, layers))
+    return sorted(found.values(), key=lambda candidate: expected_compute(candidate, layers))
 
 
 def expected_compute(candidate: Candidate, layers: int) -> float:
     """Expected share of the row-layers of a full prefill if all rows are loaded; the measured share may be higher."""
     config = Selection(**candidate.settings)
-    if config.selector in WITHOUT_RATIO:
-        return WITHOUT_RATIO[config.selector]
+    if config.selector == "none":
+        return 0.0
     selector = replace(config, correction=0.0).make_selector().of_model(layers)
     checks = selector.check_layers
     if not checks:
@@ -93,7 +93,9 @@ def _of_selector(text: str, ratios: tuple[float, ...], layers: int) -> Iterator[
     choice = SelectorChoice.parse(text)
     base = dict(choice.settings)
     kind = base["selector"]
-    if kind in WITHOUT_RATIO or base.get("threshold") is not None:
+    if kind == "all":
+        raise InvalidInputError("the selector all recomputes everything, as what others are compared with; name others")
+    if kind == "none" or base.get("threshold") is not None:
         yield Candidate(choice.text, base)
         return
     for ratio in ratios:

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import takewhile
 from typing import Any, Literal
@@ -25,8 +25,9 @@ from typing import Any, Literal
 import numpy as np
 
 from cacheblend import __version__
-from cacheblend.core.errors import InvalidInputError, PromptTooLongError
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelOverflowError, PromptTooLongError
 from cacheblend.core.names import join_ids
+from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.profile import Measurement, Profile
 from cacheblend.core.select.selectors import Selector
@@ -219,7 +220,8 @@ def run_gate(
     attempts = attempts_for(len(sets) - half, bar)
     if not attempts:
         half = len(sets)  # nothing can be confirmed, so all rows may be used to search
-    to_search, to_confirm = [row for rows in sets[:half] for row in rows], one_of_each(sets[half:], skipped)
+    to_search, to_confirm = [row for rows in sets[:half] for row in rows], [rows[0] for rows in sets[half:]]
+    skipped.same_passages = sum(len(rows) - 1 for rows in sets[half:])
     run = GateRun(engine, bar, skipped, progress, total=len(to_search) + len(to_confirm))
     if progress is not None:
         progress(0, run.total)
@@ -234,8 +236,8 @@ def run_gate(
         raise InvalidInputError(nothing_left(skipped))
     chosen = next((tried for tried in confirmed if tried.passes), None)
     # In rows that are left something may turn out to be an exact prefix: then there may be too few for any attempt.
-    needed = bar.part(attempts).needed_rows if attempts else 0
-    is_decided = not confirmed or any(one.stopped or (one.found and one.found.rows >= needed) for one in confirmed)
+    needed = (bar.part(attempts) if confirmed else bar).needed_rows
+    is_decided = any(one.stopped or (one.found and one.found.rows >= needed) for one in confirmed or searched)
     verdict: Verdict = "passed" if chosen else "none passes" if attempts and is_decided else "too few rows"
     return GateResult(
         bar=bar,
@@ -273,8 +275,8 @@ def profile_of(engine: BlendEngine, result: GateResult, data: str = "", data_sha
     if result.verdict == "too few rows":
         raise InvalidInputError(
             f"{result.passage_sets} rows with different passages cannot show an agreement of "
-            f"{result.bar.threshold:g}: {2 * result.bar.needed_rows} are needed, half of them to search and half to "
-            "confirm"
+            f"{result.bar.threshold:g}: {2 * result.bar.needed_rows} are needed in which something is blended, half of "
+            "them to search and half to confirm"
         )
     found = result.chosen.found if result.chosen else None
     settings = dict(result.chosen.candidate.settings) if result.chosen else {"selector": "all"}
@@ -284,6 +286,7 @@ def profile_of(engine: BlendEngine, result: GateResult, data: str = "", data_sha
         data=data,
         data_sha256=data_sha256,
         rows=found.rows if found else result.confirm_rows,
+        f1_rows=found.f1_rows if found else 0,
         threshold=result.bar.threshold,
         confidence=result.bar.confidence,
         **{name: getattr(found, name, None) for name in figures},
@@ -300,6 +303,7 @@ def profile_of(engine: BlendEngine, result: GateResult, data: str = "", data_sha
 class GatePrompt:
     """A row with a usable prompt."""
 
+    number: int  # of the row, from 0
     prompt: Prompt
     answers: tuple[str, ...]
 
@@ -315,6 +319,10 @@ class GateRun:
     total: int
     done: int = 0
     exact: list[GatePrompt] = field(default_factory=list)  # rows in which nothing was blended
+
+    @cached_property
+    def scale(self) -> ComputeScale:
+        return ComputeScale.of(self.engine)
 
     def search(self, candidates: Sequence[Candidate], rows: Sequence[GatePrompt]) -> list[Tried]:
         """All candidates row by row, so that full recompute runs once per row; hopeless candidates are stopped."""
@@ -350,6 +358,12 @@ class GateRun:
     def measure(self, row: GatePrompt, selectors: Sequence[Selector], *, with_answers: bool) -> list[Sample]:
         """One sample per selector; none if nothing can be blended in the row. Answers are generated for rows with gold
         answers, and for all rows if `with_answers`."""
+        try:
+            return self._measure(row, selectors, with_answers)
+        except ModelOverflowError as error:
+            raise CacheBlendError(f"row {row.number}: {error}") from error
+
+    def _measure(self, row: GatePrompt, selectors: Sequence[Selector], with_answers: bool) -> list[Sample]:
         engine, prompt, bar = self.engine, row.prompt, self.bar
         self.done += 1
         samples: list[Sample] = []
@@ -362,7 +376,7 @@ class GateRun:
                 touch(engine, prompt)
             full = FullRecompute().answer(asked)
             for selector in selectors:
-                sample, outcome = compare(asked, selector, full, score)
+                sample, outcome = compare(asked, selector, full, self.scale, score)
                 if outcome.missed_tokens:
                     raise InvalidInputError(
                         f"the store is too small for a prompt of {len(prompt)} tokens ({outcome.missed_tokens} were "
@@ -385,7 +399,7 @@ class GateRun:
 
 
 def compare(
-    asked: Asked, selector: Selector, full: Outcome, score: Callable[[str], float] | None = None
+    asked: Asked, selector: Selector, full: Outcome, scale: ComputeScale, score: Callable[[str], float] | None = None
 ) -> tuple[Sample, Outcome]:
     """Compares a fused prefill with full recompute's outcome of the same prompt; `score`: of an answer's text."""
     found = Fused(Label("compared", "blend", "compared"), selector).answer(asked)
@@ -396,7 +410,7 @@ def compare(
         kl=close.kl,
         equal_tokens=equal_share(found.token_ids, full.token_ids) if asked.max_tokens else None,
         equal_answer=found.token_ids == full.token_ids if asked.max_tokens else None,
-        compute=ComputeScale.of(asked.engine).share(found.row_layers, found.projected_rows, found.prompt_tokens),
+        compute=scale.share(found.row_layers, found.projected_rows, found.prompt_tokens),
         ttft_s=found.ttft_s,
         full_ttft_s=full.ttft_s,
         score=None if score is None else score(found.text),
@@ -405,8 +419,8 @@ def compare(
     return sample, found
 
 
-def summarise(samples: Sequence[Sample], confidence: float = 0.95, seed: int = 0) -> Summary:
-    """Means and one-sided bounds over the samples, at least one, of one selector; `seed`: of the bootstrap."""
+def summarise(samples: Sequence[Sample], confidence: float = 0.95) -> Summary:
+    """Means and one-sided bounds over the samples, at least one, of one selector."""
     agreed = sum(sample.top_1 for sample in samples)
     tokens = [sample.equal_tokens for sample in samples if sample.equal_tokens is not None]
     answers = [sample.equal_answer for sample in samples if sample.equal_answer is not None]
@@ -425,7 +439,7 @@ def summarise(samples: Sequence[Sample], confidence: float = 0.95, seed: int = 0
         f1_rows=len(scores),
         f1=statistics.fmean(score for score, _ in scores) if scores else None,
         f1_difference=statistics.fmean(differences) if scores else None,
-        f1_bound=mean_lower_bound(differences, confidence, seed) if scores else None,
+        f1_bound=mean_lower_bound(differences, confidence) if scores else None,
     )
 
 
@@ -433,24 +447,25 @@ def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[li
     """The usable rows by passage set, both in an order drawn with the seed; and the numbers of rows left out."""
     skipped = Skipped()
     asked: dict[bytes, GatePrompt] = {}
-    for row in rows:
+    is_exact = codec_of(engine.runtime.planner.codec).is_exact
+    for number, row in enumerate(rows):
         try:
             prompt = engine.prompt(row.prompt)
             check_chunks(engine, prompt)
         except PromptTooLongError:
             skipped.too_long += 1
             continue
-        # Without chunks no row is loaded; a lone one directly behind its anchor is an exact prefix.
+        # Without chunks no row is loaded; a lone one directly behind its anchor is an exact prefix, unless compressed.
         front = [segment.token_ids for segment in takewhile(lambda segment: not segment.is_chunk, prompt.segments)]
         is_prefix = len(prompt.chunks) == 1 and np.array_equal(
             join_ids(front), join_ids(engine.runtime.planner.anchor.segments(prompt))
         )
-        if not prompt.chunks or is_prefix:
+        if not prompt.chunks or (is_prefix and is_exact):
             skipped.nothing_to_blend += 1
             continue
         key = prompt.token_ids.tobytes()
         skipped.repeated += key in asked
-        asked.setdefault(key, GatePrompt(prompt, tuple(row.answers)))
+        asked.setdefault(key, GatePrompt(number, prompt, tuple(row.answers)))
     if not asked:
         raise InvalidInputError(nothing_left(skipped))
     kept = list(asked.values())
@@ -461,12 +476,6 @@ def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[li
         sets.setdefault(passages, []).append(kept[i])
     found = list(sets.values())  # ordered by first row, which puts large sets early; so shuffle again
     return [found[i] for i in draw.permutation(len(found))], skipped
-
-
-def one_of_each(sets: Sequence[list[GatePrompt]], skipped: Skipped) -> list[GatePrompt]:
-    """One row of every passage set; the others are counted in `skipped`."""
-    skipped.same_passages += sum(len(rows) - 1 for rows in sets)
-    return [rows[0] for rows in sets]
 
 
 def nothing_left(skipped: Skipped) -> str:

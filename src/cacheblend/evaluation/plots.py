@@ -170,10 +170,11 @@ class _Sheet:
             label=f"{family}\nr = {several} %" if ratios else family,
         )
 
-    def _percents(self, method: dict[str, Any]) -> tuple[float, float, float]:
+    def _percents(self, method: dict[str, Any]) -> tuple[float, ...]:
+        """Mean and the interval's ends, which are the mean where there is no interval."""
         figure = self._figure(method)
         assert figure is not None
-        return 100 * figure["mean"], 100 * figure["low"], 100 * figure["high"]
+        return tuple(100 * (figure["mean"] if figure[at] is None else figure[at]) for at in ("mean", "low", "high"))
 
     def _save(self, figure: Any, axes: Any, file: Path) -> Path:
         low, high = axes.get_ylim()

@@ -82,7 +82,7 @@ def notes(summary: dict[str, Any]) -> list[str]:
                 f"{_name(method)}: {method['with_misses']} rows missed passages in the store; enlarge the store"
             )
     figures = [each for method in summary["methods"] for each in _with_difference(method)]
-    if any(each["low"] == each["high"] for each in figures):
+    if any(each["low"] is None for each in figures):
         lines.append("a figure without an interval has the same value in all rows, which says little of other rows")
     return lines
 
@@ -143,8 +143,8 @@ def _name(method: dict[str, Any]) -> str:
 def _interval(figure: Figure | None, sign: str = "", factor: float = 100, digits: int = 1) -> str:
     if figure is None:
         return ""
-    mean, low, high = (f"{factor * figure[name]:{sign}.{digits}f}" for name in ("mean", "low", "high"))
-    return mean if figure["low"] == figure["high"] else f"{mean} [{low}, {high}]"
+    mean, low, high = (number_text(figure[name], f"{sign}.{digits}f", factor) for name in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]" if low else mean
 
 
 def _mean(figure: Figure | None) -> str:

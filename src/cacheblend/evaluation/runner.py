@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from cacheblend.core.errors import InvalidInputError, ModelOverflowError, Prompt
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.data import BadRowError, QuestionRow
 from cacheblend.engines import provenance
-from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import touch
 from cacheblend.engines.shadow import agreement
 from cacheblend.evaluation.compute import ComputeScale
@@ -86,7 +87,7 @@ class Evaluation:
 
 def evaluate(
     engine: BlendEngine,
-    rows: Sequence[QuestionRow],
+    rows: "Sequence[QuestionRow | Case]",
     methods: Sequence[Method] | None = None,
     *,
     settings: Settings | None = None,
@@ -103,7 +104,8 @@ def evaluate(
 
     Args:
         engine: model and store; the passages and the text preceding the first passage are stored, nothing else.
-        rows: with contexts already split (`cacheblend.data.questions`).
+        rows: with contexts already split (`cacheblend.data.questions`); or what `make_cases` made of them with these
+            settings.
         methods: see `make_methods`; None takes its defaults. Agreement and differences need ``full`` among them.
         settings: shared by all methods.
         out: parent of the folder of results; None keeps the results in memory.
@@ -112,7 +114,7 @@ def evaluate(
         enough: called before each row with the number of rows answered; once it is true the others are left out.
 
     Raises:
-        BadRowError: a row that makes no valid prompt; `usable_rows` leaves such rows out.
+        BadRowError: a row that makes no valid prompt; `make_cases` can leave such rows out.
         InvalidInputError: no rows, no prompt that fits the model's context, a check layer that the model does not have,
             or two methods with the same name.
     """
@@ -134,7 +136,7 @@ def evaluate(
             "use fewer passages (top_k) or shorter ones"
         )
     prompts = [prompt for case in cases for prompt in case.prompts.values()]
-    config = describe(engine, rows, methods, settings, prompts)
+    config = describe(engine, [case.row for case in cases], methods, settings, prompts)
     with LineLog(None if out is None else out / folder_name(name, config), config, RowResult.of_dict) as log:
         finished = {row.number: row for row in log.items}
         resumed, scale = len(finished), ComputeScale.of(engine)
@@ -200,7 +202,6 @@ class Case:
 
     number: int
     row: QuestionRow
-    passages: list[Passage]
     prompts: dict[int | None, Prompt]
     too_long: dict[int | None, str]
 
@@ -210,13 +211,17 @@ class Case:
 
 
 def make_cases(
-    engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow], bad: list[str] | None = None
+    engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow | Case], bad: list[str] | None = None
 ) -> list[Case]:
-    """The rows' prompts; those that exceed the model's context are left out of a case, with the reason. `bad` gets the
-    reasons for rows that make no valid prompt, which are left out; None: the first is a `BadRowError`."""
-    cases, layout = [], settings.template
+    """The rows' prompts; those that exceed the model's context are left out of a case, with the reason. A case is taken
+    as it is. `bad` gets the reasons for rows that make no valid prompt, which are left out; None: the first is a
+    `BadRowError`. Raises `InvalidInputError` if none is left."""
+    cases, layout = list[Case](), settings.template
     for number, row in enumerate(rows):
-        case = Case(number, row, list(row.passages), {}, {})
+        if isinstance(row, Case):
+            cases.append(row)
+            continue
+        case = Case(number, row, {}, {})
         try:
             if not row.passages:
                 raise InvalidInputError("it has no passages")
@@ -226,7 +231,7 @@ def make_cases(
                 )
             for k in settings.top_k:
                 try:
-                    prompt = layout.prompt(engine, case.passages[:k], row.question)
+                    prompt = layout.prompt(engine, row.passages[:k], row.question)
                     check_chunks(engine, prompt)
                     case.prompts[k] = prompt
                 except PromptTooLongError as error:
@@ -237,25 +242,16 @@ def make_cases(
             if bad is None:
                 raise BadRowError(f"{where}: {error}") from error
             bad.append(f"{where}: {error}")
+    if bad and rows and not cases:
+        raise InvalidInputError(f"none of the {len(rows)} rows can be used; the first: {bad[-len(rows)]}")
     return cases
 
 
 def check_chunks(engine: BlendEngine, prompt: Prompt) -> None:
     """Raises `PromptTooLongError`: a passage fits the model's context, but not with its anchor, so it is not stored."""
-    anchor, most = engine.runtime.planner.anchor.segments(prompt), engine.runtime.survey.max_length
-    longest = sum(map(len, anchor)) + max(map(len, prompt.chunks), default=0)
-    if most is not None and longest > most:
-        raise PromptTooLongError(f"a passage has {longest} tokens with its anchor, {most} fit; split it")
-
-
-def usable_rows(
-    engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow], bad: list[str] | None
-) -> list[QuestionRow]:
-    """The rows that make valid prompts, arguments as for `make_cases`; raises `InvalidInputError` if there are none."""
-    usable = [case.row for case in make_cases(engine, settings, rows, bad)]
-    if bad and rows and not usable:
-        raise InvalidInputError(f"none of the {len(rows)} rows can be used; the first: {bad[-len(rows)]}")
-    return usable
+    anchor = engine.runtime.planner.anchor.segments(prompt)
+    longest = max((len(each.stored_ids) for each in prompt.chunks), default=0)
+    engine.runtime.survey.check_chunk(sum(map(len, anchor)) + longest, "a passage")
 
 
 def groups_that_fit(engine: BlendEngine, cases: Sequence[Case]) -> Iterator[list[Case]]:
@@ -298,10 +294,11 @@ def _run(
     """Runs all methods on a row; every other row in reverse order, so that drift of the machine favours none."""
     cells: list[Cell] = []
     for k, prompt in case.prompts.items():
-        passages = case.passages[:k]
+        passages = case.row.passages[:k]
         asked = Asked(engine, settings.template, case.row.question, passages, prompt, settings.max_tokens)
         if settings.answers == "model":
-            asked = replace(asked, own=OwnAnswer.of(asked))
+            with suppress(ModelOverflowError):  # then there is no answer to compare with
+                asked = replace(asked, own=OwnAnswer.of(asked))
         given: dict[str, Outcome | str] = {}
         for method in methods if case.number % 2 == 0 else reversed(methods):
             try:
@@ -337,5 +334,5 @@ def _run(
         answers=list(row.answers),
         cells=cells,
         too_long=list(case.too_long.items()),
-        machine=provenance.machine_line(),
+        machine=provenance.machine_line(engine.model.device),
     )

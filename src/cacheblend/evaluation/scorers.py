@@ -50,7 +50,7 @@ class WordF1:
 @dataclass(frozen=True)
 class TokenF1:
     """F1 over the token ids of the normalised texts, as the CacheBlend authors compute it. Only the first line of the
-    answer counts; if it begins with yes or no, it is reduced to that word."""
+    answer counts; if it begins with these letters, it is reduced to yes or no."""
 
     encode: Encode  # gives the token ids of a text, without special tokens
     name: str = "f1-tokens"

@@ -1,5 +1,6 @@
 """Figures of an evaluation: quality with intervals, differences to full recompute, time, compute, agreement."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,18 +22,18 @@ the greedy answers' tokens before their first difference; the whole answer is th
 share of tokens that are the likeliest, and the KL of a token (`Outcome`)."""
 
 UNBOUNDED = ("own_kl",)  # measures that are no shares, though they may be 0 in each row
+RESAMPLES, LEVEL = 2000, 0.95  # draws of rows, and confidence of the intervals
 
 Measure = Callable[[RowResult, Cell, Cell | None], float | None]
 
 
-def summarise(
-    found: Evaluation, scorers: Sequence[Scorer] = (), *, resamples: int = 2000, level: float = 0.95, seed: int = 0
-) -> dict[str, Any]:
+def summarise(found: Evaluation, scorers: Sequence[Scorer] = (), *, seed: int = 0) -> dict[str, Any]:
     """All figures, in the form in which they are written to JSON.
 
     Scorers use the rows with gold answers; `answers_missing` counts the others. Intervals are percentile bootstrap
-    intervals: `resamples` draws of rows, the same for all methods, within each category and over all rows. Those of
-    shares, measures that are 0 or 1 in each row, are exact: however rows are drawn, 6 of 6 stays 6 of 6.
+    intervals: `RESAMPLES` draws of rows, the same for all methods, within each category and over all rows. Those of
+    shares, measures that are 0 or 1 in each row, are exact: however rows are drawn, 6 of 6 stays 6 of 6. Other
+    measures with the same value in all rows have none: ``low`` and ``high`` are None.
 
     Returns:
         ``methods``: a list with each method at each `top_k`: its label; ``rows``, ``skipped``; ``ttft_s``, ``speedup``,
@@ -44,7 +45,7 @@ def summarise(
     columns = [(label, k) for k, label in product(found.top_k, found.methods)]
     table = _Table(found.rows, columns)
     measures = {scorer.name: _measure_of(scorer) for scorer in scorers} | {name: _MEASURES[name] for name in AGREEMENT}
-    figures = _figures(table, measures, resamples=resamples, level=level, seed=seed)
+    figures = _figures(table, measures, seed)
     return {
         "model": found.config["model"],
         "rows": len(found.rows),
@@ -55,7 +56,7 @@ def summarise(
         "machines": dict(Counter(row.machine for row in found.rows if row.machine)),
         "categories": table.categories,
         "scorers": [scorer.name for scorer in scorers],
-        "bootstrap": {"resamples": resamples, "level": level, "seed": seed},
+        "bootstrap": {"resamples": RESAMPLES, "level": LEVEL, "seed": seed},
         "config": found.config,
         "methods": [
             _method(table, index, figures, [scorer.name for scorer in scorers]) for index in range(len(columns))
@@ -98,7 +99,7 @@ class _Table:
 _Figures = dict[str, list[dict[str, Any]]]  # for each measure a list over columns of ``{"all", "by_category"}``
 
 
-def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, level: float, seed: int) -> _Figures:
+def _figures(table: _Table, measures: dict[str, Measure], seed: int) -> _Figures:
     values = [table.values(measure) for measure in measures.values()]
     stacked = np.concatenate([part for one in values for part in (one, table.differences(one))], axis=1)
     of_category = np.array([row.category for row in table.rows])
@@ -106,14 +107,14 @@ def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, lev
     width = len(table.columns)
     found: _Figures = {name: [{"all": None, "by_category": {}} for _ in range(width)] for name in measures}
     for category, rows in subsets.items():
-        means = bootstrap_means(stacked[rows], resamples=resamples, level=level, seed=seed)
+        means = bootstrap_means(stacked[rows], resamples=RESAMPLES, level=LEVEL, seed=seed)
         for (index, name), column in product(enumerate(measures), range(width)):
             if name not in UNBOUNDED:
-                means.make_exact(2 * index * width + column, values[index][rows, column], level)
-        plain = [
-            {"n": int(n), "mean": float(mean), "low": float(low), "high": float(high)} if n else None
-            for mean, low, high, n in zip(means.mean, means.low, means.high, means.count, strict=True)
-        ]
+                means.make_exact(2 * index * width + column, values[index][rows, column], LEVEL)
+        plain = list[dict[str, Any] | None]()
+        for mean, low, high, n in zip(means.mean, means.low, means.high, means.count, strict=True):
+            ends = (None, None) if math.isclose(low, high) else (float(low), float(high))  # all rows are alike
+            plain.append({"n": int(n), "mean": float(mean), "low": ends[0], "high": ends[1]} if n else None)
         for (index, name), column in product(enumerate(measures), range(width)):
             at = 2 * index * width + column
             figure: dict[str, Any] | None = plain[at]

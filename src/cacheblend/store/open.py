@@ -141,6 +141,12 @@ def lasting_url(url: str) -> str:
     return ", ".join(lasting)
 
 
+def existing_url(url: str) -> str:
+    """A lasting store's URL without folders that do not exist, which opening it would make; ``memory`` if none does."""
+    places = ((each, *_split(each)[:2]) for each in _each(url))
+    return ", ".join(each for each, of, at in places if of != "file" or Path(at).expanduser().exists()) or "memory"
+
+
 def _each(url: str) -> list[str]:
     return [each.strip() for each in re.split(r",(?=\s*[a-z0-9]+://)", url)]
 

@@ -36,7 +36,7 @@ from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warmup import ChunkWarmer
 from cacheblend.engines.histories import Histories
-from cacheblend.engines.settings import BlendSettings, controller_of, read_cost_model
+from cacheblend.engines.settings import BlendSettings, controller_of, load_cost_model
 from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
 from cacheblend.store import KVStore, open_store
 
@@ -92,8 +92,8 @@ class EngineRuntime:
         controller = None
         if self.config.cost_model is not None:
             survey.kinds.check_none("the loading controller (cost_model)")
-            where = self.fingerprint, self.stored_layout, model.device.type
-            cost_model = read_cost_model(self.config.cost_model, *where)
+            measured = {"model": self.fingerprint, "codec": self.config.codec, "device": model.device.type}
+            cost_model = load_cost_model(self.config.cost_model, **measured)
             controller = controller_of(cost_model, self.config, self.stored_layout)
         self.histories = _open_histories(self.config, planner.anchor, survey.kinds)  # the last that may refuse
         self._owns_store, on_gpu = not isinstance(store, KVStore), model.device.type == "cuda"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
+from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError, PromptTooLongError
 from cacheblend.core.fuse.prefill import check_latents, check_selector
 from cacheblend.core.kernels.attention import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import attend_rows
@@ -91,6 +91,12 @@ class Survey:
         if self.length_limit is not None and self.max_length == self.length_limit:
             return "LongRoPE's switch, up to which this model can be blended, at"
         return "the model's context"
+
+    def check_chunk(self, tokens: int, what: str) -> None:
+        """Raises `PromptTooLongError` for a chunk that has too many tokens with its anchor to be computed."""
+        if self.max_length is not None and tokens > self.max_length:
+            limit = f"{self.max_length_reason} {self.max_length}"
+            raise PromptTooLongError(f"{what} has {tokens} tokens with its anchor, {limit}; split it")
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import (
-    InvalidInputError,
     ModelChangedError,
     ModelOverflowError,
     StoreError,
@@ -148,9 +147,7 @@ class ChunkWarmer:
         for number, segment in enumerate(segments, 1):
             job, what = ChunkJob(tuple(anchor), segment.token_ids, segment.label), f"chunk {segment.label or number}"
             check_ids(segment.token_ids, survey.vocab_size, what)
-            if survey.max_length is not None and len(job) > survey.max_length:
-                limit = f"{survey.max_length_reason} {survey.max_length}"
-                raise InvalidInputError(f"{what} has {len(job)} tokens with its anchor, {limit}; split it")
+            survey.check_chunk(len(job), what)
             distinct.setdefault(segment.token_ids.tobytes(), job)
         jobs = list(distinct.values())
         missing = [job for job in jobs if not self._is_held(job, state, planner)]

@@ -14,7 +14,7 @@ from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotB
 from cacheblend.core.fuse.prefill import check_latents
 from cacheblend.engines.fingerprint import ModelIdentity, file_digest, fingerprint_folder, loaded_with, room_of
 from cacheblend.engines.folders import name_of
-from cacheblend.engines.settings import read_cost_model, resolve_settings
+from cacheblend.engines.settings import load_cost_model, resolve_settings
 from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.tokens import PromptBuilder, find_sentence_end_ids
 from cacheblend.engines.vllm import versions
@@ -181,8 +181,9 @@ class CacheBlendConnector(interface.KVConnectorBase_V1, interface.SupportsHMA):
         if self._config.controller:
             known = None
             if blend.cost_model is not None:
+                measured = {"model": self.identity.fingerprint, "codec": layout.codec}
                 device = str(self._vllm_config.device_config.device_type)
-                known = read_cost_model(blend.cost_model, self.identity.fingerprint, layout, device)
+                known = load_cost_model(blend.cost_model, **measured, device=device)
             control = LoadControl(blend, layout, known)
         planners, events = TenantPlanners(self.identity, blend), self._vllm_config.kv_events_config
         keeps_events = events is not None and bool(events.enable_kv_cache_events)
