@@ -96,7 +96,7 @@ SCENARIOS: dict[str, Callable[[Server, int], Any]] = {
     "CacheBlendStoreNotWritten": lambda server, minute: count_failure(NOT_WRITTEN),
     "CacheBlendStoreDamaged": lambda server, minute: stats(server, "damaged", minute),
     "CacheBlendFewHits": lambda server, minute: setattr(server, "hits", 30),
-    "CacheBlendChunksNotStored": lambda server, minute: setattr(server.runtime.background, "dropped", 5 * minute),
+    "CacheBlendChunksNotStored": lambda server, minute: server.runtime.background.given_up.update({"queue full": 5}),
     "CacheBlendFails": lambda server, minute: count_failure("list of chunks"),
     "CacheBlendConnectionsRefused": lambda server, minute: server.metrics.refused_connection(),
     "CacheBlendLoopLate": lambda server, minute: server.metrics._lag.observe(2.0),

@@ -181,7 +181,7 @@ def test_records_that_are_sent_by_block_fill_what_those_read_one_by_one_fill(
         expected = [loader.layer(index) for index in range(9)]
 
     def buffers(*_: Any) -> LayerKV:
-        return LayerKV(*torch.zeros(2, 2, len(plan), 8).unbind())
+        return LayerKV(*torch.full((2, 2, len(plan), 8), torch.nan).unbind())
 
     def send(self: Staging, layers: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
         steps = _steps(layers)
@@ -199,7 +199,7 @@ def test_records_that_are_sent_by_block_fill_what_those_read_one_by_one_fill(
         found = [loader.layer(index) for index in range(9)]
     assert sum(map(len, sent)) == 9 and max(map(len, sent)) > 1, "every layer is sent by block, some together"
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+        torch.testing.assert_close([*one], [*other], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("inference_mode", [False, True])
@@ -244,13 +244,13 @@ def test_layers_are_given_again_and_what_an_engine_holds_is_taken(read_ahead: in
         for layer in range(4):
             for part, own, wanted in zip(loader.layer(layer), rows[layer].unbind(1), expected[layer], strict=True):
                 assert torch.equal(part[:, :5], own)
-                assert torch.equal(part[:, 5:], wanted[:, 5:])
+                torch.testing.assert_close(part[:, 5:], wanted[:, 5:], rtol=0, atol=0, equal_nan=True)
     assert RESIDENT not in {name for name, _ in source.reads}
     assert {name for name, _ in source.reads} < {span.name for span in plan.spans}
     lost = held.without("all")
     with LayerLoader(lost, source, LAYOUT, ROTATIONS, resident=rows.__getitem__, **options) as loader:
         for part, own in zip(loader.layer(0), rows[0].unbind(1), strict=True):  # which no store can lose
-            assert torch.equal(part[:, :5], own) and not part[:, 5:].any()
+            assert torch.equal(part[:, :5], own) and part[:, 5:].isnan().all()  # see conftest
 
 
 def test_a_rank_reads_its_heads_misses_are_not_read_and_runs_may_be_longer_than_one_turn() -> None:
