@@ -260,7 +260,8 @@ def test_a_deep_layer_with_graphs_is_at_most_twenty_launches(monkeypatch: pytest
         before = recorder.replays
         with Launches() as launches:  # type: ignore[no-untyped-call]
             is_done = advance(prefill, layers)
-        found.append([*launches.names, "join", *["graph"] * 2 * (recorder.replays - before)])
+        names = [name for name in launches.names if name != "aten.fill_.Scalar"]  # by tests alone, see conftest
+        found.append([*names, "join", *["graph"] * 2 * (recorder.replays - before)])
         return is_done
 
     monkeypatch.setattr(HfPrefill, "advance", counted)
