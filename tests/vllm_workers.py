@@ -90,6 +90,7 @@ def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 1
         device=torch.device("cpu"),
         total_kv_heads=1,
         head_shapes=[HeadShape(1, 1, 2)] * LAYERS,
+        rotations=[None] * LAYERS,
         attention=[SimpleNamespace()] * LAYERS,
     )
     planner: Any = SimpleNamespace(codec="raw")
