@@ -140,6 +140,9 @@ def test_files_that_are_damaged_or_cannot_be_written(tmp_path: Path, monkeypatch
     with pytest.raises(UnicodeEncodeError):
         write_whole(tmp_path / "link", "\ud800")
     assert (tmp_path / "file").read_text() == "whole"
+    (tmp_path / "file").chmod(0o640)
+    write_whole(tmp_path / "link", "again")
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640  # what somebody keeps to a group stays so
     (tmp_path / "apart").symlink_to(tmp_path / "gone" / "file")
     with pytest.raises(InvalidInputError, match="No such file or directory; name another place"):
         check_writable(tmp_path / "apart")
