@@ -38,9 +38,9 @@ def read_items(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[tu
             try:
                 item = parse_json(line, where)
             except InvalidInputError:
-                whole = None
+                whole, text = None, line + "".join(lines) if is_first else ""
                 with suppress(ValueError, RecursionError):
-                    whole = json.loads(line + "".join(lines)) if is_first else None
+                    whole = json.loads(text)
                 if isinstance(whole, dict):
                     raise InvalidInputError(
                         f"{path}: it is one JSON object over several lines; put rows into a list, [{{...}}, {{...}}], "

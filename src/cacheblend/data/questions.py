@@ -182,7 +182,7 @@ def _passage_rows(path: Path) -> Iterator[QuestionRow]:
         together = [Passage(part, f"{stem} #{n}") for n, part in enumerate(filter(None, parts), start=1)]
     elif path.suffix in (".json", ".jsonl"):
         for where, number, value in read_items(path):
-            item = as_object(value, where)
+            item = {name: found for name, found in as_object(value, where).items() if found is not None}
             title = f"{stem} #{number}"
             field = next((field for field in ("passages", "ctxs") if field in item), None)
             if field is not None:

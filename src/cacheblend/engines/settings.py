@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -185,7 +186,8 @@ def write_profile(file: Path, profile: Profile) -> None:
 def check_writable(file: Path) -> None:
     """Raises `InvalidInputError` if a profile cannot be written there; called before hours of measuring."""
     with _written(file):
-        write_whole(fresh := file.resolve().with_name(f"{file.name}.new"), "")  # a link's place is its target's
+        place = Path(os.path.realpath(file))  # a link's place is its target's; a loop is one's own
+        write_whole(fresh := place if place.is_symlink() else place.with_name(f"{file.name}.new"), "")
         fresh.unlink(missing_ok=True)  # another run, which checks the same place
 
 

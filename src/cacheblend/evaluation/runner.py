@@ -129,7 +129,8 @@ def evaluate(
     survey = engine.runtime.survey
     for method in methods:
         method.check(survey.num_layers)
-    cases = make_cases(engine, settings, rows)
+    # numbered anew: those of rows that were left out would make a resumed run take one row for another
+    cases = [replace(case, number=number) for number, case in enumerate(make_cases(engine, settings, rows))]
     if not any(case.prompts for case in cases):
         raise InvalidInputError(
             f"none of the {len(cases)} prompts fits {survey.max_length_reason} {survey.max_length}; "

@@ -10,6 +10,7 @@ Plain PyTorch: serves everywhere, and is what a device's kernel is compared with
 import math
 import threading
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -177,6 +178,11 @@ def _has_fast_sdpa(query: torch.Tensor) -> bool:
     return query.shape[1] >= _SDPA_CPU_ROWS and query.dtype == torch.bfloat16 and bool(has_amx())
 
 
+@cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _attend_sdpa(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -190,7 +196,11 @@ def _attend_sdpa(
     kv_heads, length, scale = keys.shape[0], at[-1] + 1, spec.scaling
     is_grouped, is_short = heads != kv_heads, query.dtype.itemsize < 4
     # of CUDA's backends only flash attention takes grouped queries; for others PyTorch would materialise all scores
-    has_causal = query.device.type == "cpu" or not is_grouped or (is_short and head_dim <= _MAX_FLASH_DIM)
+    has_causal = (
+        query.device.type == "cpu"
+        or not is_grouped
+        or (is_short and head_dim <= _MAX_FLASH_DIM and _has_flash(query.device))
+    )
     # ascending: these are all positions
     if rows == length and (spec.window is None or spec.window >= length) and has_causal:
         q, k, v = query[None], keys[None, :, :length], values[None, :, :length]

@@ -116,9 +116,15 @@ class RemoteStore(SharedStore):
         gone = [name for name in names if name not in held]
         if since == -math.inf or not gone:
             return held
-        with self.asking():
-            pinned = self._objects.pinned().intersection(gone)
-        return held | used_since(list(pinned), -math.inf) if pinned else held
+        try:
+            with self.asking():
+                pinned = self._objects.pinned().intersection(gone)
+            return held | used_since(list(pinned), -math.inf) if pinned else held
+        except StoreUnreachableError:
+            pass  # `asking` has logged it
+        except StoreError as error:
+            logger.warning("%s", error)
+        return held  # what was found without the pins stays found
 
     def _used_since(self, names: Sequence[BlockName], since: float) -> dict[BlockName, BlockHeader]:
         """Headers of the blocks that are held and were last used at `since` or later; marks them as used. One call."""
