@@ -372,7 +372,7 @@ def test_prompts_over_the_context_are_skipped_and_counted(engine: BlendEngine, m
     with BlendEngine.from_pretrained(model, device="cpu", config=anchored) as behind_text:
         found = evaluate(behind_text, [row, ROWS[0]], make_methods(["full"]), settings=Settings(max_tokens=1))
         assert (
-            "tokens with its anchor, the model's context 256; split it" in found.rows[0].too_long[0][1]
+            "tokens with its anchor, more than the model's context 256; split it" in found.rows[0].too_long[0][1]
             and found.rows[1].cells
         )
 
@@ -479,6 +479,17 @@ def test_a_killed_run_goes_on_where_it_stopped(model: Path, engine: BlendEngine,
     assert [_untimed(row) for row in resumed.rows] == [_untimed(row) for row in fresh.rows]
     again = evaluate(engine, ROWS, make_methods(), settings=settings, out=tmp_path)
     assert (again.resumed, again.torn, again.rows) == (4, False, resumed.rows)
+
+
+def test_rows_that_were_left_out_change_no_numbers_of_a_run_that_goes_on(engine: BlendEngine, tmp_path: Path) -> None:
+    """The same rows make the same run, with a bad one in front of them and after it was taken out of the file."""
+    settings, methods, bad = Settings(max_tokens=2), make_methods(["full"]), list[str]()
+    cases = make_cases(engine, settings, [replace(ROWS[0], passages=()), *ROWS], bad)
+    first = evaluate(engine, cases, methods, settings=settings, out=tmp_path, enough=lambda done: done == 2)
+    found = evaluate(engine, ROWS, methods, settings=settings, out=tmp_path)
+    assert (len(bad), len(first.rows), found.resumed) == (1, 2, 2)
+    fresh = evaluate(engine, ROWS, methods, settings=settings)
+    assert [_untimed(row) for row in found.rows] == [_untimed(row) for row in fresh.rows]
 
 
 def _untimed(row: Any) -> Any:

@@ -163,10 +163,14 @@ def test_a_device_is_asked_for_grouped_queries_only_where_flash_attention_takes_
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     query, keys, values, at = inputs = _inputs(6, kv_heads, head_dim, 64, [*range(64)], dtype)
-    with PretendedDevice():
-        out = attention.attend_rows(*(each.to("cuda") for each in inputs), _spec(6))
     expected = dense_attention(query, keys, values, at, _spec(6))
-    assert torch.allclose(plain(out).float(), expected.float(), atol=2e-2) and {*grouped} == {by_gqa}
+    for has_flash in (True, False):  # from compute capability 8.0 on
+        monkeypatch.setattr(attention, "_has_flash", lambda device, has_flash=has_flash: has_flash)
+        with PretendedDevice():
+            out = attention.attend_rows(*(each.to("cuda") for each in inputs), _spec(6))
+        assert torch.allclose(plain(out).float(), expected.float(), atol=2e-2)
+        assert {*grouped} == {by_gqa and has_flash}
+        grouped.clear()
 
 
 @pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)

@@ -58,6 +58,11 @@ def test_data_formats(tmp_path: Path) -> None:
         ("a.json", "{", "a.json, line 1: not JSON"),
         ("a.json", "{}", "line 1: the field 'text' is missing (found none)"),
         ("a.json", '{\n "text": "x"\n}', "one JSON object over several lines; put rows into a list"),
+        (
+            "a.jsonl",
+            '{"passages": null, "answer": null, "text": null}',
+            "field 'passages': expected a list, found null",
+        ),
         ("a.jsonl", '{"contexts": []}', "line 1: there is no field 'contexts'; rename it to 'passages'"),
         (
             "a.jsonl",

@@ -144,8 +144,19 @@ def test_files_that_are_damaged_or_cannot_be_written(tmp_path: Path, monkeypatch
     write_whole(tmp_path / "link", "again")
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640  # what somebody keeps to a group stays so
     (tmp_path / "apart").symlink_to(tmp_path / "gone" / "file")
-    with pytest.raises(InvalidInputError, match="No such file or directory; name another place"):
-        check_writable(tmp_path / "apart")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, why in {"apart": "No such file or directory", "loop": "Too many levels of symbolic links"}.items():
+        for act in (lambda file: check_writable(file), lambda file: write_profile(file, PROFILE)):
+            with pytest.raises(InvalidInputError, match=f"{why}; name another place"):
+                act(tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+    # what a program's output goes to is no file to be replaced: what stands there stays, and so does what comes
+    (tmp_path / "log").write_text("before\n")
+    with (tmp_path / "log").open("a") as log:
+        (tmp_path / "output").symlink_to(f"/proc/self/fd/{log.fileno()}")
+        write_whole(tmp_path / "output", "whole\n")
+        log.write("after\n")
+    assert (tmp_path / "log").read_text() == "before\nwhole\nafter\n"
 
     def refuse(self: Path, *_: Any, **__: Any) -> int:
         raise PermissionError(13, "Permission denied", str(self))

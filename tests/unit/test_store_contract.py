@@ -1,6 +1,7 @@
 """The contract of every store, tested on each kind."""
 
 import atexit
+import math
 import os
 import random
 import time
@@ -17,7 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError, StoreReadOnlyError
+from cacheblend.core.errors import (
+    BlockLostError,
+    InvalidInputError,
+    StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
+    StoreUnreachableError,
+)
 from cacheblend.core.names import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, ChunkManifest, LayerShape
 from cacheblend.core.plan.codec import CODECS
@@ -117,6 +125,29 @@ def test_a_block_unused_for_its_time_to_live_is_removed(kind: str, tmp_path: Pat
         store.flush()
         assert [entry is not None for entry in store.find([used.name, unused.name, new.name])] == [False, False, True]
         assert store.stats().blocks == 2  # the one that is pinned as well
+
+
+@pytest.mark.parametrize("kind", [REDIS, S3])
+@pytest.mark.parametrize("error", [StoreError("a list that cannot be read"), StoreUnreachableError("gone meanwhile")])
+def test_a_list_of_pins_that_cannot_be_read_hides_nothing_else(
+    kind: str, error: StoreError, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for where some blocks have expired; the others were found before."""
+    used, unused = make_block(1), make_block(2)
+    with open_kind(kind, tmp_path / "store", ttl=1000) as store:
+        store.write(unused)
+        store.flush()
+        clock.pass_by(1200)
+        store.write(used)
+        store.flush()
+
+        def fails() -> set[BlockName]:
+            raise error
+
+        monkeypatch.setattr(store._objects, "pinned", fails)  # type: ignore[attr-defined]
+        assert store.held([used.name, unused.name]) == [True, False]
+        monkeypatch.setattr(store, "_resume_at", -math.inf)  # one that did not answer is asked again after a while
+        assert [entry is not None for entry in store.find([used.name, unused.name])] == [True, False]
 
 
 @st.composite

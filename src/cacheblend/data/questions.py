@@ -148,9 +148,8 @@ def question_lines(rows: Sequence[QuestionRow]) -> Iterator[str]:
 
 
 def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> QuestionRow:
-    """A row; an optional field that is null counts as absent."""
     names = question, passages, category, own_id = _FIELDS[form]
-    item = {name: value for name, value in item.items() if value is not None or name in (question, passages)}
+    item = _without_nulls(item, question, passages)
     places = dict(zip(names, (f"{where}, field {name!r}" for name in names), strict=True))
     is_context, remove = form == "longbench", "remove the row"
     if is_context:
@@ -173,6 +172,11 @@ def _question_row(item: dict[str, Any], form: str, where: str, number: int) -> Q
     )
 
 
+def _without_nulls(item: dict[str, Any], *required_fields: str) -> dict[str, Any]:
+    """A row whose optional fields that are null are absent."""
+    return {name: value for name, value in item.items() if value is not None or name in required_fields}
+
+
 def _passage_rows(path: Path) -> Iterator[QuestionRow]:
     """Rows of a file; passages without questions are a row each in a list, and one row together in other files."""
     together: list[Passage] = []
@@ -182,7 +186,7 @@ def _passage_rows(path: Path) -> Iterator[QuestionRow]:
         together = [Passage(part, f"{stem} #{n}") for n, part in enumerate(filter(None, parts), start=1)]
     elif path.suffix in (".json", ".jsonl"):
         for where, number, value in read_items(path):
-            item = {name: found for name, found in as_object(value, where).items() if found is not None}
+            item = _without_nulls(as_object(value, where), "passages", "ctxs", "text")
             title = f"{stem} #{number}"
             field = next((field for field in ("passages", "ctxs") if field in item), None)
             if field is not None:

@@ -1,6 +1,5 @@
 """Files that are replaced whole."""
 
-import errno
 import os
 import re
 import shutil
@@ -19,9 +18,7 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    path = Path(os.path.realpath(path))
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    path = target_of(path)
     fresh = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         fresh.write_text(text, encoding="utf-8")
@@ -32,6 +29,14 @@ def write_whole(path: Path, text: str) -> None:
         with suppress(OSError):
             fresh.unlink()
         raise
+
+
+def target_of(path: Path) -> Path:
+    """Where links lead, be it there yet or not. Raises `OSError` for a loop of them."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        target.stat()  # raises
+    return target
 
 
 def _open_file(path: Path) -> int | None:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.profile import Profile
 from cacheblend.core.select.selection import Selection, selection_fields
 from cacheblend.core.select.selectors import Head, Selector
-from cacheblend.engines.files import write_whole
+from cacheblend.engines.files import target_of, write_whole
 from cacheblend.engines.fingerprint import ModelIdentity
 
 PROFILE_NAME = "blend-profile.json"  # name of a profile's file in a model's folder
@@ -186,8 +185,7 @@ def write_profile(file: Path, profile: Profile) -> None:
 def check_writable(file: Path) -> None:
     """Raises `InvalidInputError` if a profile cannot be written there; called before hours of measuring."""
     with _written(file):
-        place = Path(os.path.realpath(file))  # a link's place is its target's; a loop is one's own
-        write_whole(fresh := place if place.is_symlink() else place.with_name(f"{file.name}.new"), "")
+        write_whole(fresh := target_of(file).with_name(f"{file.name}.new"), "")
         fresh.unlink(missing_ok=True)  # another run, which checks the same place
 
 

@@ -178,6 +178,13 @@ def _has_fast_sdpa(query: torch.Tensor) -> bool:
     return query.shape[1] >= _SDPA_CPU_ROWS and query.dtype == torch.bfloat16 and bool(has_amx())
 
 
+def _takes_groups(query: torch.Tensor) -> bool:
+    """Whether PyTorch's attention takes grouped queries as they are: of CUDA's backends flash attention alone does, and
+    else every score would be materialised."""
+    is_short, device = query.dtype.itemsize < 4, query.device
+    return device.type == "cpu" or (is_short and query.shape[-1] <= _MAX_FLASH_DIM and _has_flash(device))
+
+
 @cache
 def _has_flash(device: torch.device) -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -194,15 +201,8 @@ def _attend_sdpa(
     """PyTorch's own attention, without softcap and sinks."""
     heads, rows, head_dim = query.shape
     kv_heads, length, scale = keys.shape[0], at[-1] + 1, spec.scaling
-    is_grouped, is_short = heads != kv_heads, query.dtype.itemsize < 4
-    # of CUDA's backends only flash attention takes grouped queries; for others PyTorch would materialise all scores
-    has_causal = (
-        query.device.type == "cpu"
-        or not is_grouped
-        or (is_short and head_dim <= _MAX_FLASH_DIM and _has_flash(query.device))
-    )
-    # ascending: these are all positions
-    if rows == length and (spec.window is None or spec.window >= length) and has_causal:
+    is_grouped, is_whole = heads != kv_heads, rows == length and (spec.window is None or spec.window >= length)
+    if is_whole and (not is_grouped or _takes_groups(query)):  # ascending: these are all positions
         q, k, v = query[None], keys[None, :, :length], values[None, :, :length]
         mixed = _sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
         return mixed[0].transpose(0, 1)

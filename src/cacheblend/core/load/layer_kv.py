@@ -58,7 +58,8 @@ class LayerKV(NamedTuple):
 
     @classmethod
     def unwritten(cls, shape: LayerShape, length: int, dtype: torch.dtype, device: torch.device) -> "LayerKV":
-        """Buffers that hold anything: each row is placed or written before one is attended to."""
+        """Buffers that hold anything: each row is placed or written before a later one attends. Those in front of its
+        window, too: attention reads some of them, and NaN with the weight 0 is NaN."""
         return cls(*torch.empty(2, shape.kv_heads, length, shape.head_dim, dtype=dtype, device=device).unbind())
 
     def rows(self, positions: torch.Tensor) -> "LayerKV":

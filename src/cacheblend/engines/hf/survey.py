@@ -96,7 +96,7 @@ class Survey:
         """Raises `PromptTooLongError` for a chunk that has too many tokens with its anchor to be computed."""
         if self.max_length is not None and tokens > self.max_length:
             limit = f"{self.max_length_reason} {self.max_length}"
-            raise PromptTooLongError(f"{what} has {tokens} tokens with its anchor, {limit}; split it")
+            raise PromptTooLongError(f"{what} has {tokens} tokens with its anchor, more than {limit}; split it")
 
 
 @torch.no_grad()
